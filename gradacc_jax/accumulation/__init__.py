@@ -1,0 +1,34 @@
+"""Accumulation across calls: one micro-step a call, gradients kept in optimizer state.
+
+The rooms, from the bottom: ``checks`` (what is refused), ``state`` (the accumulator's
+state and what can be asked of it), ``transformation`` (``accumulate``), ``application``
+(``apply_gradients``: a micro-step at the least cost).
+"""
+
+from gradacc_jax.accumulation.application import apply_gradients
+from gradacc_jax.accumulation.state import (
+    AccumulateState,
+    SkipCounts,
+    accumulation_metrics,
+    from_multi_steps_state,
+    has_updated,
+    raise_if_skipping,
+)
+from gradacc_jax.accumulation.transformation import (
+    AccumulateTransformation,
+    accumulate,
+    process,
+)
+
+__all__ = [
+    "AccumulateState",
+    "AccumulateTransformation",
+    "SkipCounts",
+    "accumulate",
+    "accumulation_metrics",
+    "apply_gradients",
+    "from_multi_steps_state",
+    "has_updated",
+    "process",
+    "raise_if_skipping",
+]

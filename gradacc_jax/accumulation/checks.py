@@ -1,0 +1,125 @@
+"""What :mod:`gradacc_jax.accumulation` refuses, and the words it does it with.
+
+Everything here happens at construction or while tracing: nothing of it is in the
+compiled program.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradacc_jax import precision
+
+PyTree = Any
+
+
+def checked_k(k: Any) -> Any:
+    """``every_k_schedule`` as a Python int, a traced integer, or the function it is."""
+    if callable(k):
+        return k
+    name = "every_k_schedule"
+    if isinstance(k, jax.core.Tracer):
+        check_traced_k(k, name)
+        return k
+    integer = isinstance(k, (int, np.integer, np.ndarray, jax.Array))
+    if not integer or isinstance(k, bool) or np.shape(k) != () or not _is_int(k):
+        raise ValueError(
+            f"{name}={k!r} is not an integer scalar; pass how many micro-steps make a "
+            "window, or a function from the gradient step to that (inject_hyperparams "
+            "belongs inside, accumulate(inject_hyperparams(opt)(...), k): around "
+            "accumulate it would make k a float and let schedules count micro-steps)"
+        )
+    if int(k) < 1:
+        raise ValueError(f"{name}={int(k)} is less than 1; choose at least 1")
+    return int(k)
+
+
+def _is_int(x: Any) -> bool:
+    return bool(jnp.issubdtype(jnp.result_type(x), jnp.integer))
+
+
+def check_traced_k(k: Any, name: str) -> None:
+    if jnp.shape(k) != () or not _is_int(k):
+        raise ValueError(
+            f"{name} has dtype {jnp.result_type(k)} and shape {jnp.shape(k)}; expected "
+            "an integer scalar"
+        )
+    if not isinstance(k, jax.core.Tracer) and int(k) < 1:
+        raise ValueError(f"{name}={int(k)} is less than 1; it must be at least 1")
+
+
+def check_weight(weight: Any) -> None:
+    if weight is None:
+        return
+    if jnp.shape(weight) != ():
+        raise ValueError(
+            f"weight has shape {jnp.shape(weight)}; expected a scalar, the number of "
+            "loss terms in the micro-batch: sum your mask first"
+        )
+    if jnp.issubdtype(jnp.result_type(weight), jnp.complexfloating):
+        raise ValueError(f"weight={weight!r} is complex; pass a real scalar >= 0")
+    if not isinstance(weight, jax.core.Tracer) and not float(weight) >= 0:
+        raise ValueError(f"weight={float(weight)} is not a weight; pass a scalar >= 0")
+
+
+def check_skip(skip: Any) -> None:
+    if jnp.shape(skip) != () or not jnp.issubdtype(jnp.result_type(skip), jnp.bool_):
+        raise ValueError(
+            f"should_skip_update_fn returned dtype {jnp.result_type(skip)} and shape "
+            f"{jnp.shape(skip)} for its decision; expected a bool scalar"
+        )
+
+
+def scalar_argument(name: str, value: Any) -> jax.Array:
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"{name} has shape {jnp.shape(value)}, but average_extra_args averages "
+            "scalars; pass a scalar, or leave the name out of average_extra_args"
+        )
+    if jnp.issubdtype(jnp.result_type(value), jnp.complexfloating):
+        raise ValueError(f"{name}={value!r} is complex; only real scalars are averaged")
+    return jnp.asarray(value)
+
+
+def check_gradients(grads: PyTree, sums: PyTree, accumulator_dtype: Any) -> None:
+    """Raises unless the gradients fit the sums in structure, shape and dtype."""
+
+    def is_masked(x: Any) -> bool:
+        return isinstance(x, optax.MaskedNode)
+
+    expected = dict(jax.tree_util.tree_leaves_with_path(sums, is_leaf=is_masked))
+    given = dict(jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_masked))
+    for path in [*(given.keys() - expected.keys()), *(expected.keys() - given.keys())]:
+        side = "parameters" if path in given else "gradients"
+        raise ValueError(
+            f"grads{jax.tree_util.keystr(path)} has no counterpart in the {side}; pass "
+            "gradients of the structure that tx.init was given (mask what is frozen "
+            "with optax.masked or optax.partition around accumulate)"
+        )
+    for path, total in expected.items():
+        name, g = f"grads{jax.tree_util.keystr(path)}", given[path]
+        if is_masked(total):
+            if precision.has_gradient(g):
+                raise ValueError(
+                    f"{name} has dtype {g.dtype}, but its parameter is not "
+                    "differentiable; pass integer zeros or float0 there"
+                )
+            continue
+        if is_masked(g) or jnp.shape(g) != total.shape:
+            shape = "none (masked)" if is_masked(g) else jnp.shape(g)
+            raise ValueError(
+                f"{name} has shape {shape}, but its parameter has shape "
+                f"{total.shape}; pass gradients of the parameters given to tx.init"
+            )
+        dtype = precision.dtype_of(g)
+        held = total.dtype
+        if accumulator_dtype is not None:
+            held = precision.promote_types(accumulator_dtype, held)
+        if precision.promote_types(held, dtype) != held:
+            raise ValueError(
+                f"{name} has dtype {dtype}, which an accumulator of dtype {held} would "
+                f"narrow; pass accumulator_dtype={dtype} to accumulate()"
+            )

@@ -1,0 +1,557 @@
+"""The optax transformation: one micro-step a call, the inner optimizer once a window.
+
+Each ``update`` adds one micro-batch's gradients to the open window (``window.py``) and
+returns zero updates; the call that closes the window runs the inner optimizer. What a
+silent micro-step costs is decided by where things stand in the compiled program:
+
+- the addition stands *outside* the conditional, so that XLA adds in place;
+- the inner state passes *through* the conditional untouched, so that it is not copied;
+- the sum is never reset: the next window's first addition overwrites it.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from gradacc_jax import precision
+from gradacc_jax import window as windows
+from gradacc_jax.accumulation import checks
+from gradacc_jax.accumulation.state import (
+    AccumulateState,
+    SkipCounts,
+    has_updated,
+    unused,
+    zero_count,
+)
+from gradacc_jax.window import Window
+
+PyTree = Any
+Schedule = Callable[[jax.Array], Any]
+Accumulator = Callable[[optax.GradientTransformation], optax.GradientTransformation]
+
+
+class AccumulateTransformation(optax.GradientTransformationExtraArgs):
+    """What :func:`accumulate` returns: optax's face, and MultiSteps'."""
+
+    options: "_Accumulation"
+
+    def has_updated(self, state: PyTree) -> jax.Array:
+        """Whether the last ``update`` closed a window; see :func:`has_updated`."""
+        return has_updated(state)
+
+    def gradient_transformation(self) -> "AccumulateTransformation":
+        """Returns itself: it is a ``GradientTransformation`` already."""
+        return self
+
+
+def accumulate(
+    opt: optax.GradientTransformation,
+    every_k_schedule: int | Schedule,
+    use_grad_mean: bool = True,
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None = None,
+    accumulator_dtype: Any = jnp.float32,
+    *,
+    loss_reduction: str = "mean",
+    skip_nonfinite: str | None = None,
+    average_extra_args: tuple[str, ...] = ("value",),
+    inner_dtype: Any = None,
+) -> AccumulateTransformation:
+    """Runs ``opt`` once per window of k micro-steps, on the window's mean gradient.
+
+    The micro-step :math:`i` of a window brings the gradient :math:`g_i` of a mean over
+    :math:`w_i` loss terms. The first k - 1 micro-steps return zero updates; the k-th
+    gives ``opt``
+
+    .. math:: G = \\Big(\\sum_i w_i g_i\\Big) \\cdot \\frac{1}{\\sum_i w_i},
+
+    the gradient of the mean over all loss terms of the window, and returns its updates.
+    The first five parameters are those of ``optax.MultiSteps``.
+
+    The ``update`` of the result is ``update(grads, state, params=None, *, weight=None,
+    emit=None, **extra_args)``:
+
+    - ``weight``: a scalar >= 0, how many loss terms (tokens, examples) the micro-batch
+      stands for; None is 1. A micro-batch of weight 0 contributes nothing, even if its
+      gradients are nan. A window of total weight 0 changes nothing but the counters.
+    - ``emit``: when the window closes. None: when its count reaches k. An array: then,
+      or when it is true (the last batch of an epoch, say). A Python bool decides alone,
+      while tracing: the program has no conditional for it.
+    - ``extra_args`` go to ``opt``, those in ``average_extra_args`` as window means.
+
+    Zero updates are ``-0.0``: adding them leaves every parameter bit as it was.
+
+    Args:
+      opt: the inner optimizer. It runs once a window: its schedules, bias correction
+        and counters count emitted steps.
+      every_k_schedule: k, an integer scalar >= 1, or a function from the gradient step
+        (windows closed so far) to k. With a static k of 1 the result is ``opt``.
+      use_grad_mean: whether ``opt`` gets the mean; if False, :math:`\\sum_i w_i g_i`.
+      should_skip_update_fn: as in ``optax.MultiSteps``: ``f(grads, gradient_step,
+        params) -> (skip, skip_state)``; a skipped micro-step does not count, so the
+        window becomes longer, by a decision that depends on the data.
+      accumulator_dtype: least dtype of the sums: they have ``promote_types`` of it and
+        the parameter's dtype. None takes the parameter's.
+      loss_reduction: "mean" if gradients are of means over ``weight`` terms; "sum" if
+        they are of sums: then :math:`G = \\sum_i g_i / \\sum_i w_i`.
+      skip_nonfinite: "micro_batch" leaves a micro-batch with a nan or inf gradient out
+        of its window (it counts towards k, with weight 0); "window" gives up a window
+        whose sum is not finite. Counters never depend on the data. None checks nothing.
+      average_extra_args: names of scalar extra arguments that ``opt`` gets as weighted
+        means over the window, such as the loss ``value`` of ``reduce_on_plateau``.
+      inner_dtype: least dtype of the gradient that ``opt`` sees; by default it sees the
+        gradient's own dtype. Its state keeps the dtypes of ``opt.init``.
+
+    Returns:
+      An :class:`AccumulateTransformation`. Memory: one sum per differentiable parameter
+      in the accumulator's dtype (none for masked parameters, or if k is 1), besides the
+      state of ``opt``. Use :func:`apply_gradients` with it: a silent micro-step then
+      reads the gradients, and reads and writes the sums, and nothing else.
+
+    Raises:
+      ValueError: for an option that makes no sense; when tracing ``update``, for
+        gradients that do not fit the parameters, and for a weight that is known to be
+        negative or nan.
+
+    References:
+      The face: `optax.MultiSteps
+      <https://optax.readthedocs.io/en/latest/api/optimizer_wrappers.html>`_.
+
+    Examples:
+      Two micro-batches of 3 tokens and 1 token:
+
+      >>> import jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate
+      >>> tx = accumulate(optax.sgd(1.0), 2)
+      >>> params = jnp.array(0.0)
+      >>> state = tx.init(params)
+      >>> for gradient, tokens in ((1.0, 3), (5.0, 1)):
+      ...     updates, state = tx.update(
+      ...         jnp.array(gradient), state, params, weight=tokens
+      ...     )
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(params, state.emitted)
+      0.0 False
+      -2.0 True
+    """
+    if not (hasattr(opt, "init") and hasattr(opt, "update")):
+        raise ValueError(
+            f"opt={opt!r} is not an optax transformation; pass one, such as "
+            "optax.adamw(1e-3)"
+        )
+    if loss_reduction not in ("mean", "sum"):
+        raise ValueError(
+            f'loss_reduction={loss_reduction!r} is not known; choose "mean" or "sum"'
+        )
+    if skip_nonfinite not in (None, "micro_batch", "window"):
+        raise ValueError(
+            f"skip_nonfinite={skip_nonfinite!r} is not known; choose None, "
+            '"micro_batch" or "window"'
+        )
+    if skip_nonfinite is not None and should_skip_update_fn is not None:
+        raise ValueError(
+            f"skip_nonfinite={skip_nonfinite!r} and should_skip_update_fn are both "
+            "given; choose one: the first keeps windows at k micro-steps, the second "
+            "lengthens them"
+        )
+    if isinstance(average_extra_args, str):
+        raise ValueError(
+            f"average_extra_args={average_extra_args!r} is a string; pass a tuple of "
+            f"names, ({average_extra_args!r},)"
+        )
+    return _transformation(
+        _Accumulation(
+            inner=optax.with_extra_args_support(opt),
+            k=checks.checked_k(every_k_schedule),
+            use_grad_mean=bool(use_grad_mean),
+            should_skip_update_fn=should_skip_update_fn,
+            accumulator_dtype=precision.check_dtype(
+                "accumulator_dtype", accumulator_dtype
+            ),
+            terms_are_sums=loss_reduction == "sum",
+            skip_nonfinite=skip_nonfinite,
+            average_extra_args=tuple(average_extra_args),
+            inner_dtype=precision.check_dtype("inner_dtype", inner_dtype),
+        )
+    )
+
+
+def process(
+    pre: optax.GradientTransformation,
+    accumulator: Accumulator,
+    post: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.chain(pre, accumulator(post))``, in the order in which gradients flow.
+
+    Where a transformation stands decides what it does: ``pre`` sees every micro-batch's
+    gradients (clipping there bounds each micro-batch), ``post`` sees the window's
+    gradient once (clipping there bounds the step; weight decay belongs here, or it
+    would be applied at every micro-step).
+
+    Args:
+      pre: runs at every micro-step.
+      accumulator: from an optimizer to its accumulating form.
+      post: runs once per window.
+
+    Returns:
+      An optax transformation.
+
+    Examples:
+      >>> import optax
+      >>> from gradacc_jax import accumulate, process
+      >>> tx = process(
+      ...     optax.zero_nans(),
+      ...     lambda opt: accumulate(opt, 8),
+      ...     optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+      ... )
+    """
+    return optax.chain(pre, accumulator(post))
+
+
+@jax.tree_util.register_static
+class Part:
+    """Which part of an ``update`` to do; see the module's docstring.
+
+    As a static pytree node it passes through wrappers that trace, and ``reached`` tells
+    whether it arrived: a wrapper that drops extra arguments must not go unnoticed.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.reached = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Accumulation:
+    """The options of :func:`accumulate`, and its ``init`` and ``update``."""
+
+    inner: optax.GradientTransformationExtraArgs
+    k: Any
+    use_grad_mean: bool
+    should_skip_update_fn: Callable[..., tuple[Any, Any]] | None
+    accumulator_dtype: np.dtype | None
+    terms_are_sums: bool
+    skip_nonfinite: str | None
+    average_extra_args: tuple[str, ...]
+    inner_dtype: np.dtype | None
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every window is one micro-batch, which needs no accumulator."""
+        return isinstance(self.k, int) and self.k == 1
+
+    @property
+    def is_plain_mean(self) -> bool:
+        return self.use_grad_mean and not self.terms_are_sums
+
+    # The mean of a single gradient is that gradient, to the bit.
+    @property
+    def weighted(self) -> bool:
+        return not self.terms_are_sums and not (self.is_single and self.is_plain_mean)
+
+    @property
+    def divides(self) -> bool:
+        return self.use_grad_mean and not (self.is_single and self.is_plain_mean)
+
+    @property
+    def always_runs(self) -> bool:
+        """Whether a window without weights can never be empty."""
+        return self.skip_nonfinite is None and self.should_skip_update_fn is None
+
+    def init(self, params: PyTree) -> AccumulateState:
+        empty = windows.empty(params, self.accumulator_dtype)
+        skip_state: Any = ()
+        if self.should_skip_update_fn is not None:
+            no_updates = optax.tree.zeros_like(params)
+            _, skip_state = self.should_skip_update_fn(no_updates, zero_count(), params)
+            skip_state = precision.owned(skip_state, params)
+        scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
+        return AccumulateState(
+            mini_step=zero_count(),
+            gradient_step=zero_count(),
+            inner_state=precision.owned(self.inner.init(params), params),
+            acc_grads=() if self.is_single else empty.total,
+            acc_weight=empty.weight,
+            acc_extra_args={
+                name: windows.empty(scalar, None) for name in self.average_extra_args
+            },
+            emitted=jnp.zeros((), bool),
+            skip_state=skip_state,
+            skips=() if self.always_runs else SkipCounts(zero_count(), zero_count()),
+        )
+
+    def update(
+        self,
+        grads: PyTree,
+        state: AccumulateState,
+        params: PyTree | None = None,
+        *,
+        weight: Any = None,
+        emit: Any = None,
+        accumulation_part: Part | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, AccumulateState]:
+        part = "all" if accumulation_part is None else accumulation_part.name
+        if accumulation_part is not None:
+            accumulation_part.reached = True
+        if part in ("all", "add"):
+            # A window without weights that skips nothing is never empty.
+            always_runs = self.always_runs and weight is None
+            state, closes, total = self._add(
+                grads, state, params, weight, emit, extra_args
+            )
+        else:
+            always_runs, closes, total = True, state.emitted, state.acc_grads
+
+        def run(inner_state: Any) -> tuple[PyTree, Any]:
+            gradient = windows.close(
+                Window(total, state.acc_weight),
+                grads,
+                dtype=self.inner_dtype,
+                mean=self.divides,
+            )
+            updates, new_inner_state = self.inner.update(
+                gradient, inner_state, params, **self._averaged(state, extra_args)
+            )
+            return updates, precision.cast_like(new_inner_state, inner_state)
+
+        def rest(inner_state: Any) -> tuple[PyTree, Any]:
+            updates, _ = jax.eval_shape(run, inner_state)
+            return jax.tree.map(_zero_update, updates), inner_state
+
+        runs: Any
+        if part == "all":
+            runs = closes if always_runs else closes & (state.acc_weight > 0)
+        else:
+            runs = part == "run"
+        if isinstance(runs, bool):
+            updates, inner_state = (run if runs else rest)(state.inner_state)
+        else:
+            updates, inner_state = jax.lax.cond(runs, run, rest, state.inner_state)
+        state = state._replace(inner_state=inner_state)
+        return updates, state if part == "add" else _turn(state)
+
+    def _add(
+        self,
+        grads: PyTree,
+        state: AccumulateState,
+        params: PyTree | None,
+        weight: Any,
+        emit: Any,
+        extra_args: dict[str, Any],
+    ) -> tuple[AccumulateState, Any, PyTree]:
+        """The micro-batch added; whether that closes its window; the window's sum.
+
+        The counters of the returned state are those before the window is turned over
+        (:func:`_turn`), and ``emitted`` says that it is to be.
+        """
+        self._check(grads, state, weight, emit)
+        state = self._restored(state)
+        first = True if self.is_single else state.mini_step == 0
+
+        counts: Any = True
+        dropped = None
+        skip_state, skips = state.skip_state, state.skips
+        if self.should_skip_update_fn is not None:
+            dropped, skip_state = self.should_skip_update_fn(
+                grads, state.gradient_step, params
+            )
+            checks.check_skip(dropped)
+            skip_state = precision.cast_like(skip_state, state.skip_state)
+            counts = ~dropped
+        elif self.skip_nonfinite == "micro_batch":
+            dropped = ~precision.all_finite(grads)
+        scalar = None if weight is None else jnp.asarray(weight)
+        if dropped is not None:
+            kept = jnp.ones((), jnp.int32) if scalar is None else scalar
+            scalar = jnp.where(dropped, jnp.zeros_like(kept), kept)
+            skips = _counted(skips, dropped)
+
+        held: Window = (
+            windows.empty(grads, self.accumulator_dtype)
+            if self.is_single
+            else Window(state.acc_grads, state.acc_weight)
+        )
+        held = windows.add(held, grads, scalar, first=first, weighted=self.weighted)
+        state = state._replace(skip_state=skip_state, skips=skips)
+        return self.settle(state, held, scalar, emit, extra_args, counts)
+
+    def settle(
+        self,
+        state: AccumulateState,
+        held: Window,
+        weight: jax.Array | None,
+        emit: Any,
+        extra_args: dict[str, Any],
+        counts: Any = True,
+    ) -> tuple[AccumulateState, Any, PyTree]:
+        """The state of a window that holds the micro-batch already.
+
+        Args:
+          state: the state before the micro-step.
+          held: its window with the micro-batch added.
+          weight: the micro-batch's weight, None for 1.
+          emit: see :func:`accumulate`.
+          extra_args: the micro-step's extra arguments.
+          counts: whether the micro-step counts towards k.
+
+        Returns:
+          As :meth:`_add`.
+        """
+        first = True if self.is_single else state.mini_step == 0
+        extras = {
+            name: windows.add(
+                sums,
+                checks.scalar_argument(name, extra_args[name]),
+                weight,
+                first=first,
+                weighted=not self.terms_are_sums,
+            )
+            if name in extra_args
+            else windows.carried(sums, first=first)
+            for name, sums in state.acc_extra_args.items()
+        }
+
+        mini_step = state.mini_step + jnp.asarray(counts, jnp.int32)
+        closes = self._closes(mini_step, state.gradient_step, counts, emit)
+        if self.skip_nonfinite == "window":
+            # Looked at where the window closes only: a silent micro-step reads nothing.
+            finite = _if(closes, lambda: precision.all_finite(held.total))
+            held = held._replace(weight=jnp.where(finite, held.weight, 0))
+            counted = _counted(state.skips, ~finite)
+            skips = jax.tree.map(
+                lambda new, old: jnp.where(closes, new, old), counted, state.skips
+            )
+            state = state._replace(skips=skips)
+        added = state._replace(
+            mini_step=mini_step,
+            acc_grads=() if self.is_single else held.total,
+            acc_weight=held.weight,
+            acc_extra_args=extras,
+            emitted=jnp.asarray(closes),
+        )
+        return added, closes, held.total
+
+    def _closes(
+        self, mini_step: jax.Array, gradient_step: jax.Array, counts: Any, emit: Any
+    ) -> Any:
+        """Whether the window closes at this micro-step: a bool where that is static."""
+        if isinstance(emit, bool):
+            return emit
+        if self.is_single:
+            full: Any = counts
+        else:
+            k = self.k
+            if callable(k):
+                k = k(gradient_step)
+                checks.check_traced_k(k, "every_k_schedule(gradient_step)")
+            full = (mini_step >= k) & counts
+        return full if emit is None else full | jnp.asarray(emit)
+
+    def _averaged(
+        self, state: AccumulateState, extra_args: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The extra arguments that the inner optimizer gets."""
+        means = {}
+        for name, sums in state.acc_extra_args.items():
+            if name in extra_args:
+                mean = windows.average(sums)
+                if precision.has_gradient(extra_args[name]):
+                    mean = mean.astype(precision.dtype_of(extra_args[name]))
+                means[name] = mean
+        return {**extra_args, **means}
+
+    def _restored(self, state: AccumulateState) -> AccumulateState:
+        """The state in the dtypes of these options: a narrower sum is widened."""
+        if self.is_single or self.accumulator_dtype is None:
+            return state
+        widened = jax.tree.map(
+            lambda x: x.astype(
+                precision.promote_types(self.accumulator_dtype, x.dtype)
+            ),
+            state.acc_grads,
+        )
+        return state._replace(acc_grads=widened)
+
+    def _check(
+        self, grads: PyTree, state: AccumulateState, weight: Any, emit: Any
+    ) -> None:
+        if not isinstance(state, AccumulateState):
+            raise ValueError(
+                f"state={type(state).__name__} is not an AccumulateState; pass what "
+                "tx.init(params) or the last tx.update returned (a MultiStepsState is "
+                "converted by from_multi_steps_state)"
+            )
+        if self.is_single:
+            if emit is False:
+                raise ValueError(
+                    "emit=False needs an accumulator, and every_k_schedule=1 has none; "
+                    "choose every_k_schedule >= 2"
+                )
+        elif unused(state.acc_grads) and jax.tree.leaves(grads):
+            raise ValueError(
+                "state.acc_grads=() comes from every_k_schedule=1; make the state by "
+                "tx.init(params) of this transformation"
+            )
+        else:
+            checks.check_gradients(grads, state.acc_grads, self.accumulator_dtype)
+        if set(state.acc_extra_args) != set(self.average_extra_args):
+            raise ValueError(
+                f"average_extra_args={self.average_extra_args} but the state holds "
+                f"averages of {tuple(state.acc_extra_args)}; make the state by "
+                "tx.init(params) of this transformation"
+            )
+        checks.check_weight(weight)
+        if not isinstance(emit, bool) and emit is not None:
+            is_bool = jnp.issubdtype(jnp.result_type(emit), jnp.bool_)
+            if jnp.shape(emit) != () or not is_bool:
+                raise ValueError(
+                    f"emit={emit!r} is not a bool scalar; pass None, a bool, or a "
+                    "boolean array of shape ()"
+                )
+
+
+def _transformation(options: _Accumulation) -> AccumulateTransformation:
+    tx = AccumulateTransformation(options.init, options.update)
+    tx.options = options
+    return tx
+
+
+def _turn(state: AccumulateState) -> AccumulateState:
+    """Counters turned over where the window was closed."""
+    closed = state.emitted
+    return state._replace(
+        mini_step=jnp.where(closed, 0, state.mini_step),
+        gradient_step=jnp.where(
+            closed, optax.safe_increment(state.gradient_step), state.gradient_step
+        ),
+    )
+
+
+def _zero_update(aval: Any) -> Any:
+    # -0.0, not 0.0: x + -0.0 is x for every x, and -0.0 + 0.0 is not -0.0.
+    if aval.dtype == jax.dtypes.float0:
+        return np.zeros(aval.shape, jax.dtypes.float0)
+    zero = complex(-0.0, -0.0) if jnp.issubdtype(aval.dtype, jnp.complexfloating) else 0
+    if jnp.issubdtype(aval.dtype, jnp.floating):
+        zero = -0.0
+    return jnp.full(aval.shape, zero, aval.dtype)
+
+
+def _counted(skips: Any, skipped: jax.Array) -> SkipCounts:
+    more = SkipCounts(*map(optax.safe_increment, skips))
+    return SkipCounts(
+        consecutive=jnp.where(skipped, more.consecutive, 0),
+        total=jnp.where(skipped, more.total, skips.total),
+    )
+
+
+def _if(predicate: Any, compute: Callable[[], jax.Array]) -> jax.Array:
+    """``compute()`` where the predicate holds, else true."""
+    if isinstance(predicate, bool):
+        return compute() if predicate else jnp.ones((), bool)
+    return jax.lax.cond(predicate, compute, lambda: jnp.ones((), bool))
