@@ -1,0 +1,32 @@
+"""Gradient accumulation for JAX: train the batch you want in the memory you have."""
+
+from gradacc_jax.accumulation import (
+    AccumulateState,
+    AccumulateTransformation,
+    SkipCounts,
+    accumulate,
+    accumulation_metrics,
+    apply_gradients,
+    from_multi_steps_state,
+    has_updated,
+    process,
+    raise_if_skipping,
+)
+from gradacc_jax.training import StepMetrics, train_step
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccumulateState",
+    "AccumulateTransformation",
+    "SkipCounts",
+    "StepMetrics",
+    "accumulate",
+    "accumulation_metrics",
+    "apply_gradients",
+    "from_multi_steps_state",
+    "has_updated",
+    "process",
+    "raise_if_skipping",
+    "train_step",
+]

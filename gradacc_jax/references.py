@@ -1,0 +1,102 @@
+"""Gradients straight into the accumulator, during the backward pass.
+
+``jax.vjp(...)[1].with_refs`` adds each cotangent into a mutable array as it is made:
+no gradient tree exists beside the sums. With scanned layers the backward loop adds to
+its slice of the stacked sum, where it would otherwise fill a second stack. The weight
+is the cotangent of the loss, so nothing is multiplied afterwards either.
+"""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from optax import MaskedNode
+
+PyTree = Any
+
+
+def serve(params: PyTree, total: PyTree) -> bool:
+    """Whether cotangents of ``params`` can be added into ``total`` in place.
+
+    They have the parameters' dtypes, so that a wider sum (float32 for bfloat16
+    parameters) needs the addition that casts.
+    """
+    fits = jax.tree.map(
+        lambda t, p: not isinstance(t, MaskedNode) and t.dtype == p.dtype,
+        total,
+        params,
+        is_leaf=lambda x: isinstance(x, MaskedNode),
+    )
+    return all(jax.tree.leaves(fits)) and _work()
+
+
+def add(
+    vjp: Callable[..., Any],
+    total: PyTree,
+    cotangent: jax.Array,
+    weight: jax.Array | None,
+) -> PyTree:
+    """``total + vjp(cotangent)``, without the second tree.
+
+    Args:
+      vjp: of a function of the parameters alone, as ``jax.vjp`` returns it.
+      total: the sums, in the parameters' dtypes.
+      cotangent: a scalar.
+      weight: the micro-batch's weight or None; where it is 0 the backward pass is
+        skipped, because 0 times nan is nan.
+
+    Returns:
+      The new sums. Memory: none, where ``total`` is donated.
+    """
+    refs = jax.tree.map(jax.new_ref, total)
+
+    def backward() -> None:
+        vjp.with_refs(refs)(cotangent)  # type: ignore[attr-defined]
+
+    if weight is None:
+        backward()
+    else:
+        jax.lax.cond(weight != 0, backward, lambda: None)
+    return jax.tree.map(jax.freeze, refs)
+
+
+@functools.cache
+def _work() -> bool:
+    """A self-test: whether the installed JAX adds the right gradients.
+
+    References are young, so this looks at what a transformer does: layers in a scan,
+    rematerialised, a parameter used twice, one that is gathered from, one not used.
+    """
+    if not hasattr(jax, "new_ref"):
+        return False
+
+    def loss(p: dict[str, jax.Array]) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.tanh(x @ w) + x, None
+
+        x, _ = jax.lax.scan(layer, p["embedding"][jnp.array([0, 2, 0])], p["layers"])
+        return jnp.mean((x @ p["embedding"].T) ** 2)
+
+    params = {
+        "embedding": np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4),
+        "layers": np.linspace(-0.5, 0.5, 32, dtype=np.float32).reshape(2, 4, 4),
+        "unused": np.ones(2, np.float32),
+    }
+
+    def both(p: PyTree) -> tuple[PyTree, PyTree]:
+        _, vjp = jax.vjp(loss, p)
+        (expected,) = vjp(jnp.ones(()))
+        return expected, add(vjp, jax.tree.map(jnp.zeros_like, p), jnp.ones(()), None)
+
+    # Compiled ahead of time, a program runs now, even where a trace is under way.
+    compiled = jax.jit(both).lower(params).compile()
+    expected, found = jax.device_get(compiled(params))
+    eps = np.finfo(np.float32).eps
+    close = jax.tree.map(
+        lambda a, b: np.allclose(a, b, rtol=100 * eps, atol=100 * eps), expected, found
+    )
+    return all(jax.tree.leaves(close))

@@ -1,0 +1,281 @@
+"""One jitted, donated training step: the form most people should use.
+
+A call differentiates the loss on what it is given and makes one micro-step of ``tx``.
+With ``tx = accumulate(opt, k)`` that is one micro-batch, and every k-th call moves the
+parameters; with a plain optimizer every call does.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from gradacc_jax import precision, references
+from gradacc_jax import window as windows
+from gradacc_jax.accumulation import (
+    AccumulateState,
+    AccumulateTransformation,
+    accumulation_metrics,
+    apply_gradients,
+)
+from gradacc_jax.accumulation.application import close
+from gradacc_jax.accumulation.state import accumulators, unused
+from gradacc_jax.window import Window
+
+PyTree = Any
+LossFn = Callable[..., Any]
+WeightFn = Callable[[PyTree], jax.Array]
+
+
+class StepMetrics(NamedTuple):
+    """What a training step reports; scalars but for ``aux``.
+
+    Attributes:
+      loss: the weighted mean of the loss over the window so far; when the window is
+        closed, the loss of the full batch.
+      grad_norm: the global norm of the window's mean gradient where this call gave it
+        to the inner optimizer, else 0.
+      weight: the sum of weights in the window so far.
+      emitted: whether this call closed a window.
+      skipped: how many micro-batches (or windows) were skipped since the beginning.
+      aux: what the loss function returned beside the loss, of this micro-batch.
+    """
+
+    loss: jax.Array
+    grad_norm: jax.Array
+    weight: jax.Array
+    emitted: jax.Array
+    skipped: jax.Array
+    aux: PyTree
+
+
+def train_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    weight_fn: WeightFn | None = None,
+    donate: bool = True,
+) -> Callable[..., tuple[PyTree, PyTree, StepMetrics]]:
+    """Compiles a loss and an optimizer into one training step.
+
+    The step is ``step(params, state, batch, key=None, *, emit=None) -> (params, state,
+    metrics)``. With ``tx = accumulate(opt, k)``, ``batch`` is one micro-batch and every
+    k-th call is an optimizer step; with a plain ``opt``, ``batch`` is the whole batch.
+
+    With a bare :func:`accumulate`, whose sums have the parameters' dtypes, the backward
+    pass adds its gradients straight into ``state.acc_grads``: a micro-step holds no
+    gradient tree. Elsewhere (around ``chain`` or ``partition``, with
+    ``skip_nonfinite="micro_batch"``) gradients are made and then added; same values.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)`` returning
+        the loss, a real scalar, or ``(loss, aux)``. The loss is the mean over the
+        micro-batch's loss terms (their sum, if ``tx`` has ``loss_reduction="sum"``).
+      tx: the optimizer.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      weight_fn: from the batch to its number of loss terms, a scalar such as the number
+        of tokens that are not padding. Without it every micro-batch weighs the same.
+      donate: whether parameters and state are updated in place; the arguments are then
+        gone after the call.
+
+    Returns:
+      The step, a ``jax.jit`` function. Its ``key`` is folded with the number of the
+      micro-batch in its window, so that one key may serve a whole window. ``emit``, a
+      Python bool, closes a window early or keeps it open (see :func:`accumulate`); each
+      value compiles a program of its own.
+
+    Raises:
+      ValueError: when tracing, for a loss that is not a real scalar, or a ``tx`` with
+        more than one accumulator.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate, train_step
+      >>> def loss_fn(w, batch):
+      ...     return jnp.mean((batch - w) ** 2)
+      >>> tx = accumulate(optax.sgd(0.5), 2)
+      >>> w = jnp.array(0.0)
+      >>> state = tx.init(w)
+      >>> step = train_step(loss_fn, tx, weight_fn=lambda batch: batch.size)
+      >>> for batch in (jnp.array([1.0, 1.0, 1.0]), jnp.array([5.0])):
+      ...     w, state, metrics = step(w, state, batch)
+      ...     print(w, metrics.loss, metrics.emitted)
+      0.0 1.0 False
+      2.0 7.0 True
+    """
+
+    def step(
+        params: PyTree,
+        state: PyTree,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        *,
+        emit: bool | None = None,
+    ) -> tuple[PyTree, PyTree, StepMetrics]:
+        return micro_step(
+            loss_fn,
+            tx,
+            params,
+            state,
+            batch,
+            key,
+            has_aux=has_aux,
+            weight_fn=weight_fn,
+            emit=emit,
+        )
+
+    return jax.jit(
+        step, static_argnames=("emit",), donate_argnums=(0, 1) if donate else ()
+    )
+
+
+def micro_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    batch: PyTree,
+    key: jax.Array | None = None,
+    *,
+    has_aux: bool = False,
+    weight_fn: WeightFn | None = None,
+    emit: bool | None = None,
+) -> tuple[PyTree, PyTree, StepMetrics]:
+    """The body of :func:`train_step`, to be traced inside a ``jit`` of one's own."""
+    found = accumulators(state)
+    if len(found) > 1:
+        raise ValueError(
+            f"tx holds {len(found)} accumulators, and a training step has one window; "
+            "put one accumulate() around the whole optimizer"
+        )
+    if key is not None and found:
+        key = jax.random.fold_in(key, found[0].mini_step)
+    weight = None if weight_fn is None else jnp.asarray(weight_fn(batch))
+
+    def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
+        out = loss_fn(params, batch) if key is None else loss_fn(params, batch, key)
+        value, aux = out if has_aux else (out, ())
+        _check_loss(value)
+        return value, aux
+
+    value, vjp, aux = jax.vjp(loss, params, has_aux=True)
+    if _in_place(tx, params, state, value, weight):
+        norm = None
+        params, state = _micro_step_in_place(
+            tx, params, state, vjp, value, weight, emit
+        )
+    else:
+        (grads,) = vjp(jnp.ones_like(value))
+        norm = _global_norm(grads)
+        given = {"weight": weight, "emit": emit} if found else {}
+        if emit is not None and not found:
+            raise ValueError(
+                f"emit={emit} is for an accumulator, and tx holds none; wrap the "
+                "optimizer in accumulate(opt, k)"
+            )
+        params, state = apply_gradients(tx, params, state, grads, value=value, **given)
+    return params, state, _metrics(state, value, norm, weight, aux)
+
+
+def _in_place(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    value: jax.Array,
+    weight: jax.Array | None,
+) -> bool:
+    """Whether the backward pass may add into the accumulator itself."""
+    if not isinstance(tx, AccumulateTransformation) or unused(state.acc_grads):
+        return False
+    options = tx.options
+    # What a micro-batch may be dropped for must be known before it is added.
+    if options.skip_nonfinite == "micro_batch" or options.should_skip_update_fn:
+        return False
+    # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
+    if weight is not None and value.dtype != precision.scalar_dtype():
+        return False
+    return references.serve(params, state.acc_grads)
+
+
+def _micro_step_in_place(
+    tx: AccumulateTransformation,
+    params: PyTree,
+    state: AccumulateState,
+    vjp: Callable[..., Any],
+    value: jax.Array,
+    weight: jax.Array | None,
+    emit: bool | None,
+) -> tuple[PyTree, PyTree]:
+    first = state.mini_step == 0
+    options = tx.options
+    weighs = weight is not None and options.weighted
+    cotangent = weight.astype(value.dtype) if weighs else jnp.ones_like(value)
+    total = windows.opened(state.acc_grads, first=first)
+    total = references.add(vjp, total, cotangent, weight)
+    held = Window(total, windows.weighed(state.acc_weight, weight, first=first))
+    added, _, _ = options.settle(state, held, weight, emit, {"value": value})
+    # The gradient's dtypes are the sums'.
+    return close(tx, params, added, total, value=value)
+
+
+def _metrics(
+    state: PyTree,
+    value: jax.Array,
+    norm: jax.Array | None,
+    weight: jax.Array | None,
+    aux: PyTree,
+) -> StepMetrics:
+    found = accumulators(state)
+    if not found:
+        one = jnp.ones((), precision.scalar_dtype())
+        return StepMetrics(
+            loss=value,
+            grad_norm=norm,
+            weight=one if weight is None else weight.astype(one.dtype),
+            emitted=jnp.ones((), bool),
+            skipped=jnp.zeros((), jnp.int32),
+            aux=aux,
+        )
+    (held,) = found
+    of_window = accumulation_metrics(held)
+
+    def window_norm() -> jax.Array:
+        window = Window(held.acc_grads, held.acc_weight)
+        return _global_norm(windows.close(window, window.total, dtype=jnp.float32))
+
+    if not unused(held.acc_grads):
+        # After an emit the sum is still there, until the next micro-step.
+        norm = jax.lax.cond(
+            held.emitted & (held.acc_weight > 0),
+            window_norm,
+            lambda: jnp.zeros_like(jax.eval_shape(window_norm)),
+        )
+    return StepMetrics(
+        loss=of_window.get("value", value),
+        grad_norm=norm,
+        weight=of_window["weight"],
+        emitted=of_window["emitted"],
+        skipped=of_window["skipped"],
+        aux=aux,
+    )
+
+
+def _global_norm(grads: PyTree) -> jax.Array:
+    leaves = [g for g in jax.tree.leaves(grads) if precision.has_gradient(g)]
+    return optax.tree.norm([g.astype(precision.working_dtype(g.dtype)) for g in leaves])
+
+
+def _check_loss(value: jax.Array) -> None:
+    if jnp.shape(value) != ():
+        raise ValueError(
+            f"loss_fn returned a loss of shape {jnp.shape(value)}; expected a scalar: "
+            "take the mean over the loss terms"
+        )
+    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        raise ValueError(
+            f"loss_fn returned a loss of dtype {jnp.result_type(value)}; expected a "
+            "real floating scalar (with has_aux=True it is the first of a pair)"
+        )
