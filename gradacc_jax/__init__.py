@@ -12,6 +12,7 @@ from gradacc_jax.accumulation import (
     process,
     raise_if_skipping,
 )
+from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.training import StepMetrics, train_step
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulateState",
     "AccumulateTransformation",
+    "ParameterEmaState",
     "SkipCounts",
     "StepMetrics",
     "accumulate",
@@ -26,6 +28,7 @@ __all__ = [
     "apply_gradients",
     "from_multi_steps_state",
     "has_updated",
+    "parameter_ema",
     "process",
     "raise_if_skipping",
     "train_step",

@@ -62,9 +62,14 @@ def dtype_of(leaf: Any) -> np.dtype:
     return leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
 
 
+def is_masked(leaf: Any) -> bool:
+    """Whether optax, or a window, put a placeholder where a leaf would be."""
+    return isinstance(leaf, MaskedNode)  # type: ignore[misc]  # optax names no class
+
+
 def has_gradient(leaf: Any) -> bool:
     """Whether a leaf is differentiable: integers, booleans and keys are not."""
-    if isinstance(leaf, MaskedNode):
+    if is_masked(leaf):
         return False
     return bool(jnp.issubdtype(dtype_of(leaf), jnp.inexact))
 

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from optax import MaskedNode
+
+from gradacc_jax import precision
 
 PyTree = Any
 
@@ -25,10 +26,10 @@ def serve(params: PyTree, total: PyTree) -> bool:
     parameters) needs the addition that casts.
     """
     fits = jax.tree.map(
-        lambda t, p: not isinstance(t, MaskedNode) and t.dtype == p.dtype,
+        lambda t, p: not precision.is_masked(t) and t.dtype == p.dtype,
         total,
         params,
-        is_leaf=lambda x: isinstance(x, MaskedNode),
+        is_leaf=precision.is_masked,
     )
     return all(jax.tree.leaves(fits)) and _work()
 

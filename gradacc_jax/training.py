@@ -6,7 +6,7 @@ parameters; with a plain optimizer every call does.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +162,8 @@ def micro_step(
         return value, aux
 
     value, vjp, aux = jax.vjp(loss, params, has_aux=True)
+    norm: Any = None
     if _in_place(tx, params, state, value, weight):
-        norm = None
         params, state = _micro_step_in_place(
             tx, params, state, vjp, value, weight, emit
         )
@@ -186,7 +186,7 @@ def _in_place(
     state: PyTree,
     value: jax.Array,
     weight: jax.Array | None,
-) -> bool:
+) -> TypeGuard[AccumulateTransformation]:
     """Whether the backward pass may add into the accumulator itself."""
     if not isinstance(tx, AccumulateTransformation) or unused(state.acc_grads):
         return False
@@ -211,8 +211,9 @@ def _micro_step_in_place(
 ) -> tuple[PyTree, PyTree]:
     first = state.mini_step == 0
     options = tx.options
-    weighs = weight is not None and options.weighted
-    cotangent = weight.astype(value.dtype) if weighs else jnp.ones_like(value)
+    cotangent = jnp.ones_like(value)
+    if weight is not None and options.weighted:
+        cotangent = weight.astype(value.dtype)
     total = windows.opened(state.acc_grads, first=first)
     total = references.add(vjp, total, cotangent, weight)
     held = Window(total, windows.weighed(state.acc_weight, weight, first=first))
@@ -224,7 +225,7 @@ def _micro_step_in_place(
 def _metrics(
     state: PyTree,
     value: jax.Array,
-    norm: jax.Array | None,
+    norm: Any,
     weight: jax.Array | None,
     aux: PyTree,
 ) -> StepMetrics:

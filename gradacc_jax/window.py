@@ -1,12 +1,12 @@
-"""The window: a weighted sum of gradients that is opened, added to, and closed.
+r"""The window: a weighted sum of gradients that is opened, added to, and closed.
 
 Over the micro-steps :math:`i` of one window, with gradients :math:`g_i` that are means
 over :math:`w_i` loss terms,
 
 .. math::
-    G = \\Big(\\sum_i w_i g_i\\Big) \\cdot \\frac{1}{\\sum_i w_i},
+    G = \Big(\sum_i w_i g_i\Big) \cdot \frac{1}{\sum_i w_i},
 
-which is the gradient of the mean over all :math:`\\sum_i w_i` terms: the full batch's.
+which is the gradient of the mean over all :math:`\sum_i w_i` terms: the full batch's.
 This is the only file that divides. It divides once, a scalar: dividing the tree would
 cost another tree of temporaries.
 
@@ -15,7 +15,7 @@ Three things keep a window cheap and safe:
 - it is opened by its first addition, which overwrites: there is no pass that resets the
   sum, and nothing of an earlier window, nan or inf, can leak into the next;
 - a micro-batch of weight 0 is left out by selection, never by multiplication, because
-  :math:`0 \\cdot \\mathrm{nan}` is nan;
+  :math:`0 \cdot \mathrm{nan}` is nan;
 - between opening and closing there are additions only.
 
 A leaf that is not differentiable (integers, booleans, keys) has an
@@ -35,11 +35,11 @@ PyTree = Any
 
 
 class Window(NamedTuple):
-    """What a window holds.
+    r"""What a window holds.
 
     Attributes:
-      total: the sum :math:`\\sum w_i g_i`, a tree like the gradients.
-      weight: the sum :math:`\\sum w_i`, a scalar of ``precision.scalar_dtype()``.
+      total: the sum :math:`\sum w_i g_i`, a tree like the gradients.
+      weight: the sum :math:`\sum w_i`, a scalar of ``precision.scalar_dtype()``.
     """
 
     total: PyTree
@@ -65,7 +65,7 @@ def empty(like: PyTree, dtype: Any) -> Window:
             p, dtype=own if dtype is None else precision.promote_types(dtype, own)
         )
 
-    total = jax.tree.map(leaf, like, is_leaf=_is_masked)
+    total = jax.tree.map(leaf, like, is_leaf=precision.is_masked)
     return Window(total, jnp.zeros((), precision.scalar_dtype()))
 
 
@@ -74,7 +74,7 @@ def add(
     terms: PyTree,
     weight: jax.Array | None,
     *,
-    first: jax.Array,
+    first: jax.Array | bool,
     weighted: bool = True,
 ) -> Window:
     """Adds one micro-batch: ``total + weight * terms``, and ``weight`` to the weights.
@@ -94,7 +94,7 @@ def add(
     w = jnp.asarray(1 if weight is None else weight).astype(window.weight.dtype)
 
     def leaf(total: Any, term: Any) -> Any:
-        if isinstance(total, MaskedNode):
+        if precision.is_masked(total):
             return total
         work = precision.working_dtype(total.dtype)
         term = term.astype(work)
@@ -108,20 +108,20 @@ def add(
         return added.astype(total.dtype)
 
     return Window(
-        jax.tree.map(leaf, window.total, terms, is_leaf=_is_masked),
+        jax.tree.map(leaf, window.total, terms, is_leaf=precision.is_masked),
         weighed(window.weight, weight, first=first),
     )
 
 
 def weighed(
-    held: jax.Array, weight: jax.Array | None, *, first: jax.Array
+    held: jax.Array, weight: jax.Array | None, *, first: jax.Array | bool
 ) -> jax.Array:
     """The sum of weights ``held`` with one more micro-batch's weight in it."""
     w = jnp.asarray(1 if weight is None else weight).astype(held.dtype)
     return jnp.where(first, w, held + w)
 
 
-def carried(window: Window, *, first: jax.Array) -> Window:
+def carried(window: Window, *, first: jax.Array | bool) -> Window:
     """The window after a micro-step that brings it nothing."""
     return jax.tree.map(lambda x: jnp.where(first, jnp.zeros_like(x), x), window)
 
@@ -149,7 +149,7 @@ def close(window: Window, like: PyTree, dtype: Any = None, mean: bool = True) ->
     reciprocal = 1 / weight
 
     def leaf(total: Any, g: Any) -> Any:
-        if isinstance(total, MaskedNode):
+        if precision.is_masked(total):
             return _no_gradient(g)
         result = total.astype(precision.working_dtype(total.dtype))
         if mean:
@@ -157,7 +157,7 @@ def close(window: Window, like: PyTree, dtype: Any = None, mean: bool = True) ->
         out = g.dtype if dtype is None else precision.promote_types(dtype, g.dtype)
         return result.astype(out)
 
-    return jax.tree.map(leaf, window.total, like, is_leaf=_is_masked)
+    return jax.tree.map(leaf, window.total, like, is_leaf=precision.is_masked)
 
 
 def average(window: Window) -> PyTree:
@@ -168,12 +168,8 @@ def average(window: Window) -> PyTree:
 
 def _no_gradient(g: Any) -> Any:
     # float0 stands for "no gradient" and allows no arithmetic; integers become zeros.
-    if isinstance(g, MaskedNode) or g.dtype == jax.dtypes.float0:
+    if precision.is_masked(g) or g.dtype == jax.dtypes.float0:
         return g
     if jnp.issubdtype(g.dtype, jax.dtypes.extended):
         return g
     return lax.full_like(g, 0)
-
-
-def _is_masked(x: Any) -> bool:
-    return isinstance(x, MaskedNode)

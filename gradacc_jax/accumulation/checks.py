@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from gradacc_jax import precision
 
@@ -86,13 +85,14 @@ def scalar_argument(name: str, value: Any) -> jax.Array:
 
 def check_gradients(grads: PyTree, sums: PyTree, accumulator_dtype: Any) -> None:
     """Raises unless the gradients fit the sums in structure, shape and dtype."""
-
-    def is_masked(x: Any) -> bool:
-        return isinstance(x, optax.MaskedNode)
-
-    expected = dict(jax.tree_util.tree_leaves_with_path(sums, is_leaf=is_masked))
-    given = dict(jax.tree_util.tree_leaves_with_path(grads, is_leaf=is_masked))
-    for path in [*(given.keys() - expected.keys()), *(expected.keys() - given.keys())]:
+    expected = dict(
+        jax.tree_util.tree_leaves_with_path(sums, is_leaf=precision.is_masked)
+    )
+    given = dict(
+        jax.tree_util.tree_leaves_with_path(grads, is_leaf=precision.is_masked)
+    )
+    if unmatched := given.keys() ^ expected.keys():
+        path = min(unmatched, key=jax.tree_util.keystr)
         side = "parameters" if path in given else "gradients"
         raise ValueError(
             f"grads{jax.tree_util.keystr(path)} has no counterpart in the {side}; pass "
@@ -101,25 +101,31 @@ def check_gradients(grads: PyTree, sums: PyTree, accumulator_dtype: Any) -> None
         )
     for path, total in expected.items():
         name, g = f"grads{jax.tree_util.keystr(path)}", given[path]
-        if is_masked(total):
+        if precision.is_masked(total):
             if precision.has_gradient(g):
                 raise ValueError(
                     f"{name} has dtype {g.dtype}, but its parameter is not "
                     "differentiable; pass integer zeros or float0 there"
                 )
             continue
-        if is_masked(g) or jnp.shape(g) != total.shape:
-            shape = "none (masked)" if is_masked(g) else jnp.shape(g)
+        if precision.is_masked(g) or jnp.shape(g) != total.shape:
+            shape = "none (masked)" if precision.is_masked(g) else jnp.shape(g)
             raise ValueError(
                 f"{name} has shape {shape}, but its parameter has shape "
                 f"{total.shape}; pass gradients of the parameters given to tx.init"
             )
         dtype = precision.dtype_of(g)
+        if not precision.has_gradient(g):
+            raise ValueError(
+                f"{name} has dtype {dtype}, but its parameter is differentiable; pass "
+                "its gradient"
+            )
         held = total.dtype
         if accumulator_dtype is not None:
             held = precision.promote_types(accumulator_dtype, held)
         if precision.promote_types(held, dtype) != held:
             raise ValueError(
-                f"{name} has dtype {dtype}, which an accumulator of dtype {held} would "
-                f"narrow; pass accumulator_dtype={dtype} to accumulate()"
+                f"{name} has dtype {dtype}, which a sum of dtype {held} would narrow; "
+                "give the gradients the parameters' dtype, or accumulate() a wider "
+                "accumulator_dtype"
             )

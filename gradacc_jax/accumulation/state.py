@@ -27,15 +27,15 @@ class SkipCounts(NamedTuple):
 
 
 class AccumulateState(NamedTuple):
-    """State of :func:`accumulate`: arrays only, whose structure never changes.
+    r"""State of :func:`accumulate`: arrays only, whose structure never changes.
 
     Attributes:
       mini_step: micro-steps in the open window, int32.
       gradient_step: windows closed so far, int32; what schedules of k count.
       inner_state: the inner optimizer's state.
-      acc_grads: the sum :math:`\\sum w_i g_i`; after an emit it still holds the window
+      acc_grads: the sum :math:`\sum w_i g_i`; after an emit it still holds the window
         that was closed, until the next micro-step overwrites it. ``()`` if k is 1.
-      acc_weight: the sum :math:`\\sum w_i`, of the open or the just closed window.
+      acc_weight: the sum :math:`\sum w_i`, of the open or the just closed window.
       acc_extra_args: for each name in ``average_extra_args`` its own sums.
       emitted: whether the last call closed a window, bool.
       skip_state: what ``should_skip_update_fn`` returned last, else ``()``.
@@ -50,7 +50,7 @@ class AccumulateState(NamedTuple):
     acc_extra_args: dict[str, Window]
     emitted: jax.Array
     skip_state: Any
-    skips: SkipCounts | tuple[()]
+    skips: Any
 
 
 def has_updated(state: PyTree) -> jax.Array:

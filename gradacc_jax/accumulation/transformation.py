@@ -61,13 +61,13 @@ def accumulate(
     average_extra_args: tuple[str, ...] = ("value",),
     inner_dtype: Any = None,
 ) -> AccumulateTransformation:
-    """Runs ``opt`` once per window of k micro-steps, on the window's mean gradient.
+    r"""Runs ``opt`` once per window of k micro-steps, on the window's mean gradient.
 
     The micro-step :math:`i` of a window brings the gradient :math:`g_i` of a mean over
     :math:`w_i` loss terms. The first k - 1 micro-steps return zero updates; the k-th
     gives ``opt``
 
-    .. math:: G = \\Big(\\sum_i w_i g_i\\Big) \\cdot \\frac{1}{\\sum_i w_i},
+    .. math:: G = \Big(\sum_i w_i g_i\Big) \cdot \frac{1}{\sum_i w_i},
 
     the gradient of the mean over all loss terms of the window, and returns its updates.
     The first five parameters are those of ``optax.MultiSteps``.
@@ -90,14 +90,14 @@ def accumulate(
         and counters count emitted steps.
       every_k_schedule: k, an integer scalar >= 1, or a function from the gradient step
         (windows closed so far) to k. With a static k of 1 the result is ``opt``.
-      use_grad_mean: whether ``opt`` gets the mean; if False, :math:`\\sum_i w_i g_i`.
+      use_grad_mean: whether ``opt`` gets the mean; if False, :math:`\sum_i w_i g_i`.
       should_skip_update_fn: as in ``optax.MultiSteps``: ``f(grads, gradient_step,
         params) -> (skip, skip_state)``; a skipped micro-step does not count, so the
         window becomes longer, by a decision that depends on the data.
       accumulator_dtype: least dtype of the sums: they have ``promote_types`` of it and
         the parameter's dtype. None takes the parameter's.
       loss_reduction: "mean" if gradients are of means over ``weight`` terms; "sum" if
-        they are of sums: then :math:`G = \\sum_i g_i / \\sum_i w_i`.
+        they are of sums: then :math:`G = \sum_i g_i / \sum_i w_i`.
       skip_nonfinite: "micro_batch" leaves a micro-batch with a nan or inf gradient out
         of its window (it counts towards k, with weight 0); "window" gives up a window
         whose sum is not finite. Counters never depend on the data. None checks nothing.
@@ -351,7 +351,7 @@ class _Accumulation:
         """
         self._check(grads, state, weight, emit)
         state = self._restored(state)
-        first = True if self.is_single else state.mini_step == 0
+        first: Any = True if self.is_single else state.mini_step == 0
 
         counts: Any = True
         dropped = None
@@ -402,7 +402,7 @@ class _Accumulation:
         Returns:
           As :meth:`_add`.
         """
-        first = True if self.is_single else state.mini_step == 0
+        first: Any = True if self.is_single else state.mini_step == 0
         extras = {
             name: windows.add(
                 sums,
@@ -516,7 +516,8 @@ class _Accumulation:
 
 
 def _transformation(options: _Accumulation) -> AccumulateTransformation:
-    tx = AccumulateTransformation(options.init, options.update)
+    update: Any = options.update  # optax's type for it knows of no named arguments
+    tx = AccumulateTransformation(options.init, update)
     tx.options = options
     return tx
 
@@ -543,7 +544,7 @@ def _zero_update(aval: Any) -> Any:
 
 
 def _counted(skips: Any, skipped: jax.Array) -> SkipCounts:
-    more = SkipCounts(*map(optax.safe_increment, skips))
+    more: Any = jax.tree.map(optax.safe_increment, skips)
     return SkipCounts(
         consecutive=jnp.where(skipped, more.consecutive, 0),
         total=jnp.where(skipped, more.total, skips.total),

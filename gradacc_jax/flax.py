@@ -1,0 +1,309 @@
+"""The same training step for Flax: linen's ``TrainState``, and nnx models.
+
+Both count optimizer steps: ``step`` advances when a window is emitted, so a schedule or
+a checkpoint name that reads it means what it says.
+"""
+
+from collections.abc import Callable
+import dataclasses
+from typing import Any
+
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from flax.training import train_state
+import jax
+import jax.numpy as jnp
+
+from gradacc_jax.accumulation import apply_gradients
+from gradacc_jax.accumulation.state import accumulators
+from gradacc_jax.training import LossFn, StepMetrics, WeightFn, micro_step
+
+PyTree = Any
+
+__all__ = ["Optimizer", "TrainState", "linen_train_step", "nnx_train_step"]
+
+
+class TrainState(train_state.TrainState):
+    """``flax.training.train_state.TrainState`` for a ``tx`` that accumulates.
+
+    ``apply_gradients`` takes ``weight`` and ``emit``, forwards extra arguments of the
+    optimizer, and costs one addition on a silent micro-step; ``step`` counts emitted
+    steps. With a plain optimizer it is Flax's.
+
+    Examples:
+      >>> import jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate
+      >>> from gradacc_jax.flax import TrainState
+      >>> state = TrainState.create(
+      ...     apply_fn=None, params={"w": jnp.array(1.0)},
+      ...     tx=accumulate(optax.sgd(0.5), 2),
+      ... )
+      >>> for gradient, tokens in ((1.0, 3), (5.0, 1)):
+      ...     grads = {"w": jnp.array(gradient)}
+      ...     state = state.apply_gradients(grads=grads, weight=tokens)
+      ...     print(state.step, state.params["w"])
+      0 1.0
+      1 0.0
+    """
+
+    def apply_gradients(
+        self, *, grads: PyTree, weight: Any = None, emit: Any = None, **kwargs: Any
+    ) -> "TrainState":
+        """One micro-step.
+
+        Args:
+          grads: the micro-batch's gradients, like ``params``.
+          weight: see :func:`gradacc_jax.accumulate`.
+          emit: see :func:`gradacc_jax.accumulate`.
+          **kwargs: names of fields are replaced, as in Flax; all others are extra
+            arguments of the optimizer, such as ``value``.
+
+        Returns:
+          The new state.
+        """
+        names = {field.name for field in dataclasses.fields(self)}
+        fields = {name: kwargs[name] for name in kwargs if name in names}
+        extra_args = {name: kwargs[name] for name in kwargs if name not in names}
+        params: Any = self.params
+        own_grads = grads
+        # Flax's 8-bit layers carry scales as "parameters" whose gradient replaces them.
+        overwrites = OVERWRITE_WITH_GRADIENT in grads
+        if overwrites:
+            params, own_grads = self.params["params"], grads["params"]
+        params, opt_state = apply_gradients(
+            self.tx,
+            params,
+            self.opt_state,
+            own_grads,
+            weight=weight,
+            emit=emit,
+            **extra_args,
+        )
+        if overwrites:
+            replaced = grads[OVERWRITE_WITH_GRADIENT]
+            params = {"params": params, OVERWRITE_WITH_GRADIENT: replaced}
+        return self.replace(
+            step=_next_step(self.step, opt_state),
+            params=params,
+            opt_state=opt_state,
+            **fields,
+        )
+
+    @classmethod
+    def create(cls, **kwargs: Any) -> "TrainState":
+        """As Flax's, with ``step`` an array from the beginning: jit traces once."""
+        state = super().create(**kwargs)
+        return state.replace(step=jnp.zeros((), jnp.int32))
+
+
+def linen_train_step(
+    loss_fn: LossFn,
+    *,
+    has_aux: bool = False,
+    weight_fn: WeightFn | None = None,
+    donate: bool = True,
+) -> Callable[..., tuple[train_state.TrainState, StepMetrics]]:
+    """:func:`gradacc_jax.train_step` for a linen ``TrainState``.
+
+    The step is ``step(state, batch, key=None, *, emit=None) -> (state, metrics)``.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      weight_fn: from the batch to its number of loss terms.
+      donate: whether the state is updated in place.
+
+    Returns:
+      The step, a ``jax.jit`` function.
+
+    Examples:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate
+      >>> from gradacc_jax.flax import TrainState, linen_train_step
+      >>> model = nn.Dense(1)
+      >>> x, y = jnp.ones((4, 3)), jnp.ones((4, 1))
+      >>> state = TrainState.create(
+      ...     apply_fn=model.apply,
+      ...     params=model.init(jax.random.key(0), x)["params"],
+      ...     tx=accumulate(optax.adam(1e-3), 2),
+      ... )
+      >>> def loss_fn(params, batch):
+      ...     x, y = batch
+      ...     return jnp.mean((model.apply({"params": params}, x) - y) ** 2)
+      >>> step = linen_train_step(loss_fn)
+      >>> for _ in range(4):
+      ...     state, metrics = step(state, (x, y))
+      >>> print(state.step)
+      2
+    """
+
+    def step(
+        state: train_state.TrainState,
+        batch: PyTree,
+        key: jax.Array | None = None,
+        *,
+        emit: bool | None = None,
+    ) -> tuple[train_state.TrainState, StepMetrics]:
+        params, opt_state, metrics = micro_step(
+            loss_fn,
+            state.tx,
+            state.params,
+            state.opt_state,
+            batch,
+            key,
+            has_aux=has_aux,
+            weight_fn=weight_fn,
+            emit=emit,
+        )
+        count = _next_step(state.step, opt_state)
+        return state.replace(step=count, params=params, opt_state=opt_state), metrics
+
+    return jax.jit(
+        step, static_argnames=("emit",), donate_argnums=(0,) if donate else ()
+    )
+
+
+class Optimizer(nnx.Optimizer[Any]):
+    """``nnx.Optimizer`` for a ``tx`` that accumulates.
+
+    ``update`` takes ``weight`` and ``emit`` and costs one addition on a silent
+    micro-step; ``step`` counts emitted steps. With a plain optimizer it is Flax's, but
+    for returning nothing: a tree of updates is what a silent micro-step saves.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate
+      >>> from gradacc_jax.flax import Optimizer
+      >>> model = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, accumulate(optax.sgd(0.1), 2), wrt=nnx.Param)
+      >>> def loss_fn(model):
+      ...     return jnp.mean(model(jnp.ones((4, 2))) ** 2)
+      >>> for _ in range(4):
+      ...     optimizer.update(model, nnx.grad(loss_fn)(model), weight=4)
+      >>> print(optimizer.step[...])
+      2
+    """
+
+    def update(  # type: ignore[override]  # returns no updates: see above
+        self,
+        model: Any,
+        grads: PyTree,
+        /,
+        *,
+        weight: Any = None,
+        emit: Any = None,
+        **extra_args: Any,
+    ) -> None:
+        """One micro-step, in place.
+
+        Args:
+          model: the model that ``grads`` were taken of.
+          grads: the micro-batch's gradients, as ``nnx.grad`` gives them.
+          weight: see :func:`gradacc_jax.accumulate`.
+          emit: see :func:`gradacc_jax.accumulate`.
+          **extra_args: for the optimizer, such as ``value``.
+        """
+        params, opt_state = apply_gradients(
+            self.tx,
+            nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph)),
+            nnx.as_pure(self.opt_state),
+            nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph)),
+            weight=weight,
+            emit=emit,
+            **nnx.as_pure(extra_args),
+        )
+        nnx.update(model, params)
+        _advance(self, opt_state)
+
+
+def nnx_train_step(
+    loss_fn: LossFn,
+    *,
+    has_aux: bool = False,
+    weight_fn: WeightFn | None = None,
+    donate: bool = True,
+) -> Callable[..., StepMetrics]:
+    """:func:`gradacc_jax.train_step` for an nnx model and optimizer.
+
+    The step is ``step(model, optimizer, batch, key=None, *, emit=None) -> metrics``; it
+    changes the model and the optimizer in place. What the model holds besides the
+    optimizer's parameters (random streams, statistics) is carried from micro-batch to
+    micro-batch.
+
+    Args:
+      loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, key)``.
+      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      weight_fn: from the batch to its number of loss terms.
+      donate: whether the old buffers are given up for the new ones.
+
+    Returns:
+      The step, an ``nnx.jit`` function.
+
+    Examples:
+      >>> from flax import nnx
+      >>> import jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate
+      >>> from gradacc_jax.flax import Optimizer, nnx_train_step
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(model, accumulate(optax.adam(1e-3), 2), wrt=nnx.Param)
+      >>> def loss_fn(model, batch):
+      ...     x, y = batch
+      ...     return jnp.mean((model(x) - y) ** 2)
+      >>> step = nnx_train_step(loss_fn)
+      >>> for _ in range(4):
+      ...     metrics = step(model, optimizer, (jnp.ones((4, 3)), jnp.ones((4, 1))))
+      >>> print(optimizer.step[...])
+      2
+    """
+
+    def step(
+        model: Any,
+        optimizer: nnx.Optimizer[Any],
+        batch: PyTree,
+        key: jax.Array | None = None,
+        emit: bool | None = None,
+    ) -> StepMetrics:
+        graphdef, *states = nnx.split(model, optimizer.wrt, ...)
+        params, carried = map(nnx.as_pure, states)
+
+        def loss(params: PyTree, *args: Any) -> tuple[jax.Array, PyTree]:
+            copy = nnx.merge(graphdef, params, carried)
+            out = loss_fn(copy, *args)
+            value, aux = out if has_aux else (out, ())
+            return value, (aux, nnx.as_pure(nnx.state(copy, nnx.Not(optimizer.wrt))))
+
+        params, opt_state, metrics = micro_step(
+            loss,
+            optimizer.tx,
+            params,
+            nnx.as_pure(optimizer.opt_state),
+            batch,
+            key,
+            has_aux=True,
+            weight_fn=weight_fn,
+            emit=emit,
+        )
+        aux, new = metrics.aux
+        nnx.update(model, params, new)
+        _advance(optimizer, opt_state)
+        return metrics._replace(aux=aux)
+
+    return nnx.jit(
+        step, static_argnames=("emit",), donate_argnums=(0, 1) if donate else ()
+    )
+
+
+def _next_step(step: Any, opt_state: PyTree) -> jax.Array:
+    """The count of optimizer steps after a micro-step that left ``opt_state``."""
+    step = jnp.asarray(step)
+    found = accumulators(opt_state)
+    emitted = jnp.ones((), bool)
+    for state in found:
+        emitted = emitted & state.emitted
+    return step + emitted.astype(step.dtype)
+
+
+def _advance(optimizer: nnx.Optimizer[Any], opt_state: PyTree) -> None:
+    nnx.update(optimizer.opt_state, nnx.state(opt_state, graph=optimizer.graph))
+    optimizer.step[...] = _next_step(optimizer.step[...], opt_state)
