@@ -16,7 +16,13 @@ import jax.numpy as jnp
 
 from gradacc_jax.accumulation import apply_gradients
 from gradacc_jax.accumulation.state import accumulators
-from gradacc_jax.training import LossFn, StepMetrics, WeightFn, micro_step
+from gradacc_jax.training import (
+    LossFn,
+    StepMetrics,
+    WeightFn,
+    loss_and_aux,
+    micro_step,
+)
 
 PyTree = Any
 
@@ -270,7 +276,7 @@ def nnx_train_step(
         def loss(params: PyTree, *args: Any) -> tuple[jax.Array, PyTree]:
             copy = nnx.merge(graphdef, params, carried)
             out = loss_fn(copy, *args)
-            value, aux = out if has_aux else (out, ())
+            value, aux = loss_and_aux(out, has_aux)
             return value, (aux, nnx.as_pure(nnx.state(copy, nnx.Not(optimizer.wrt))))
 
         params, opt_state, metrics = micro_step(

@@ -36,6 +36,13 @@ def check_dtype(name: str, dtype: Any) -> np.dtype | None:
     """Returns ``dtype`` as a floating NumPy dtype, or None; errors name the option."""
     if dtype is None:
         return None
+    if isinstance(dtype, jax.Array):
+        # np.dtype() would take it for its own dtype.
+        raise ValueError(
+            f"{name}={dtype!r} is an array; pass a dtype such as jnp.float32, or None "
+            "(inject_hyperparams belongs inside, accumulate(inject_hyperparams(opt)"
+            "(...), k): around accumulate its schedules would count micro-steps)"
+        )
     try:
         checked = np.dtype(dtype)
     except TypeError:

@@ -157,11 +157,12 @@ def micro_step(
 
     def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
         out = loss_fn(params, batch) if key is None else loss_fn(params, batch, key)
-        value, aux = out if has_aux else (out, ())
-        _check_loss(value)
-        return value, aux
+        return loss_and_aux(out, has_aux)
 
     value, vjp, aux = jax.vjp(loss, params, has_aux=True)
+    # Whatever reads the parameters has done so before they are updated in place: else
+    # XLA keeps a copy of those that only the loss or aux read (a weight penalty, say).
+    params, value, aux = jax.lax.optimization_barrier((params, value, aux))
     norm: Any = None
     if _in_place(tx, params, state, value, weight):
         params, state = _micro_step_in_place(
@@ -269,7 +270,19 @@ def _global_norm(grads: PyTree) -> jax.Array:
     return optax.tree.norm([g.astype(precision.working_dtype(g.dtype)) for g in leaves])
 
 
-def _check_loss(value: jax.Array) -> None:
+def loss_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
+    """What a loss function returned, taken apart and checked."""
+    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
+        raise ValueError(
+            f"loss_fn returned {type(out).__name__}, expected the pair (loss, aux); "
+            "return one, or pass has_aux=False"
+        )
+    value, aux = out if has_aux else (out, ())
+    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
+        raise ValueError(
+            f"loss_fn returned {type(value).__name__} for a loss, expected a scalar; "
+            "to return (loss, aux) pass has_aux=True"
+        )
     if jnp.shape(value) != ():
         raise ValueError(
             f"loss_fn returned a loss of shape {jnp.shape(value)}; expected a scalar: "
@@ -278,5 +291,6 @@ def _check_loss(value: jax.Array) -> None:
     if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
         raise ValueError(
             f"loss_fn returned a loss of dtype {jnp.result_type(value)}; expected a "
-            "real floating scalar (with has_aux=True it is the first of a pair)"
+            "real floating scalar"
         )
+    return value, aux

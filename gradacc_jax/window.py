@@ -97,7 +97,7 @@ def add(
         if precision.is_masked(total):
             return total
         work = precision.working_dtype(total.dtype)
-        term = term.astype(work)
+        term = jnp.asarray(term).astype(work)
         if weight is not None and weighted:
             term = precision.scale(term, w)
         held = total.astype(work)
@@ -136,8 +136,8 @@ def close(window: Window, like: PyTree, dtype: Any = None, mean: bool = True) ->
 
     Args:
       window: the window; its weight must not be 0 for the mean to mean anything.
-      like: the last micro-batch's gradients: the result has their dtypes, and takes
-        from them the leaves that are not differentiable.
+      like: the last micro-batch's gradients: the result has their dtypes, and zeros
+        where they are not differentiable.
       dtype: a least dtype for the result, or None.
       mean: whether to divide by the sum of weights.
 
@@ -154,8 +154,10 @@ def close(window: Window, like: PyTree, dtype: Any = None, mean: bool = True) ->
         result = total.astype(precision.working_dtype(total.dtype))
         if mean:
             result = precision.scale(result, reciprocal)
-        out = g.dtype if dtype is None else precision.promote_types(dtype, g.dtype)
-        return result.astype(out)
+        own = precision.dtype_of(g)
+        return result.astype(
+            own if dtype is None else precision.promote_types(dtype, own)
+        )
 
     return jax.tree.map(leaf, window.total, like, is_leaf=precision.is_masked)
 
@@ -167,9 +169,12 @@ def average(window: Window) -> PyTree:
 
 
 def _no_gradient(g: Any) -> Any:
-    # float0 stands for "no gradient" and allows no arithmetic; integers become zeros.
-    if precision.is_masked(g) or g.dtype == jax.dtypes.float0:
+    # Integer zeros, also for float0, with which no optimizer can compute.
+    if precision.is_masked(g):
         return g
-    if jnp.issubdtype(g.dtype, jax.dtypes.extended):
+    dtype = precision.dtype_of(g)
+    if dtype == jax.dtypes.float0:
+        return jnp.zeros(jnp.shape(g), jnp.int32)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return g
     return lax.full_like(g, 0)

@@ -87,7 +87,16 @@ def apply_gradients(
     ):
         added = _added(update, grads, state, params, extra_args)
     if added is None:
+        part = Part("all")
+        if found:
+            extra_args |= {"accumulation_part": part}
         updates, state = update(grads, state, params, **extra_args)
+        if (weight is not None or emit is not None) and not part.reached:
+            raise ValueError(
+                f"weight={weight!r} and emit={emit!r} do not reach the accumulator: a "
+                "wrapper in tx drops extra arguments; let its update take **extra_args "
+                "and pass them on (optax.GradientTransformationExtraArgs)"
+            )
         return _apply_updates(params, updates), state
     return close(tx, params, added, grads, **extra_args)
 

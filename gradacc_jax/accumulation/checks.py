@@ -27,9 +27,7 @@ def checked_k(k: Any) -> Any:
     if not integer or isinstance(k, bool) or np.shape(k) != () or not _is_int(k):
         raise ValueError(
             f"{name}={k!r} is not an integer scalar; pass how many micro-steps make a "
-            "window, or a function from the gradient step to that (inject_hyperparams "
-            "belongs inside, accumulate(inject_hyperparams(opt)(...), k): around "
-            "accumulate it would make k a float and let schedules count micro-steps)"
+            "window, or a function from the gradient step to that"
         )
     if int(k) < 1:
         raise ValueError(f"{name}={int(k)} is less than 1; choose at least 1")
@@ -60,8 +58,10 @@ def check_weight(weight: Any) -> None:
         )
     if jnp.issubdtype(jnp.result_type(weight), jnp.complexfloating):
         raise ValueError(f"weight={weight!r} is complex; pass a real scalar >= 0")
-    if not isinstance(weight, jax.core.Tracer) and not float(weight) >= 0:
-        raise ValueError(f"weight={float(weight)} is not a weight; pass a scalar >= 0")
+    if not isinstance(weight, jax.core.Tracer) and not 0 <= float(weight) < np.inf:
+        raise ValueError(
+            f"weight={float(weight)} is not a weight; pass a finite scalar >= 0"
+        )
 
 
 def check_skip(skip: Any) -> None:

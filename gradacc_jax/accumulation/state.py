@@ -78,7 +78,7 @@ def accumulation_metrics(state: PyTree) -> dict[str, jax.Array]:
       state: an optimizer state that holds one :class:`AccumulateState` somewhere.
 
     Returns:
-      Scalars: ``mini_step``, ``gradient_step``, ``emitted``, ``weight`` (the sum of
+      The scalars ``mini_step``, ``gradient_step``, ``emitted``, ``weight`` (the sum of
       weights), ``skipped`` and ``consecutive_skipped`` (0 where nothing can be), and
       the mean so far of each averaged extra argument, such as ``value`` (nan if no
       micro-batch of the window brought one).

@@ -158,10 +158,10 @@ def accumulate(
             "given; choose one: the first keeps windows at k micro-steps, the second "
             "lengthens them"
         )
-    if isinstance(average_extra_args, str):
+    if not isinstance(average_extra_args, (tuple, list)):
         raise ValueError(
-            f"average_extra_args={average_extra_args!r} is a string; pass a tuple of "
-            f"names, ({average_extra_args!r},)"
+            f"average_extra_args={average_extra_args!r} is not a tuple of names; pass "
+            'one such as ("value",), or ()'
         )
     return _transformation(
         _Accumulation(
@@ -317,6 +317,7 @@ class _Accumulation:
             updates, new_inner_state = self.inner.update(
                 gradient, inner_state, params, **self._averaged(state, extra_args)
             )
+            updates = jax.tree.map(_still, grads, updates, is_leaf=precision.is_masked)
             return updates, precision.cast_like(new_inner_state, inner_state)
 
         def rest(inner_state: Any) -> tuple[PyTree, Any]:
@@ -324,10 +325,12 @@ class _Accumulation:
             return jax.tree.map(_zero_update, updates), inner_state
 
         runs: Any
-        if part == "all":
-            runs = closes if always_runs else closes & (state.acc_weight > 0)
-        else:
+        if part != "all":
             runs = part == "run"
+        elif always_runs or closes is False:
+            runs = closes
+        else:
+            runs = closes & (state.acc_weight > 0)
         if isinstance(runs, bool):
             updates, inner_state = (run if runs else rest)(state.inner_state)
         else:
@@ -403,11 +406,13 @@ class _Accumulation:
           As :meth:`_add`.
         """
         first: Any = True if self.is_single else state.mini_step == 0
+        # The mean of one value is that value, to the bit.
+        share = None if self.is_single and not self.terms_are_sums else weight
         extras = {
             name: windows.add(
                 sums,
                 checks.scalar_argument(name, extra_args[name]),
-                weight,
+                share,
                 first=first,
                 weighted=not self.terms_are_sums,
             )
@@ -449,7 +454,7 @@ class _Accumulation:
             if callable(k):
                 k = k(gradient_step)
                 checks.check_traced_k(k, "every_k_schedule(gradient_step)")
-            full = (mini_step >= k) & counts
+            full = (mini_step >= jnp.asarray(k, mini_step.dtype)) & counts
         return full if emit is None else full | jnp.asarray(emit)
 
     def _averaged(
@@ -541,6 +546,19 @@ def _zero_update(aval: Any) -> Any:
     if jnp.issubdtype(aval.dtype, jnp.floating):
         zero = -0.0
     return jnp.full(aval.shape, zero, aval.dtype)
+
+
+def _still(g: Any, update: Any) -> Any:
+    """The update of a leaf: integers have no gradient, and are not moved.
+
+    As floats, which optimizers make of them, their updates would round them.
+    """
+    if precision.is_masked(update) or precision.has_gradient(g):
+        return update
+    dtype = precision.dtype_of(g)
+    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+        return g
+    return jax.lax.full_like(g, 0)
 
 
 def _counted(skips: Any, skipped: jax.Array) -> SkipCounts:
