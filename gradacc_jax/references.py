@@ -34,33 +34,19 @@ def serve(params: PyTree, total: PyTree) -> bool:
     return all(jax.tree.leaves(fits)) and _work()
 
 
-def add(
-    vjp: Callable[..., Any],
-    total: PyTree,
-    cotangent: jax.Array,
-    weight: jax.Array | None,
-) -> PyTree:
+def add(vjp: Callable[..., Any], total: PyTree, cotangent: PyTree) -> PyTree:
     """``total + vjp(cotangent)``, without the second tree.
 
     Args:
       vjp: of a function of the parameters alone, as ``jax.vjp`` returns it.
       total: the sums, in the parameters' dtypes.
-      cotangent: a scalar.
-      weight: the micro-batch's weight or None; where it is 0 the backward pass is
-        skipped, because 0 times nan is nan.
+      cotangent: as for ``vjp``.
 
     Returns:
-      The new sums. Memory: none, where ``total`` is donated.
+      The new sums. Memory: none, where ``total`` is given up.
     """
     refs = jax.tree.map(jax.new_ref, total)
-
-    def backward() -> None:
-        vjp.with_refs(refs)(cotangent)  # type: ignore[attr-defined]
-
-    if weight is None:
-        backward()
-    else:
-        jax.lax.cond(weight != 0, backward, lambda: None)
+    vjp.with_refs(refs)(cotangent)  # type: ignore[attr-defined]
     return jax.tree.map(jax.freeze, refs)
 
 
@@ -91,7 +77,7 @@ def _work() -> bool:
     def both(p: PyTree) -> tuple[PyTree, PyTree]:
         _, vjp = jax.vjp(loss, p)
         (expected,) = vjp(jnp.ones(()))
-        return expected, add(vjp, jax.tree.map(jnp.zeros_like, p), jnp.ones(()), None)
+        return expected, add(vjp, jax.tree.map(jnp.zeros_like, p), jnp.ones(()))
 
     # Compiled ahead of time, a program runs now, even where a trace is under way.
     compiled = jax.jit(both).lower(params).compile()

@@ -153,39 +153,42 @@ def micro_step(
         )
     if key is not None and found:
         key = jax.random.fold_in(key, found[0].mini_step)
+    if emit is not None and not found:
+        raise ValueError(
+            f"emit={emit} is for an accumulator, and tx holds none; wrap the optimizer "
+            "in accumulate(opt, k)"
+        )
     weight = None if weight_fn is None else jnp.asarray(weight_fn(batch))
 
     def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
         out = loss_fn(params, batch) if key is None else loss_fn(params, batch, key)
         return loss_and_aux(out, has_aux)
 
-    value, vjp, aux = jax.vjp(loss, params, has_aux=True)
-    # Whatever reads the parameters has done so before they are updated in place: else
-    # XLA keeps a copy of those that only the loss or aux read (a weight penalty, say).
-    params, value, aux = jax.lax.optimization_barrier((params, value, aux))
     norm: Any = None
-    if _in_place(tx, params, state, value, weight):
-        params, state = _micro_step_in_place(
-            tx, params, state, vjp, value, weight, emit
-        )
+    if _in_place(tx, loss, params, state, weight):
+        value, aux, added = _added_in_place(tx, loss, params, state, weight, emit)
+        # Whatever reads the parameters has done so before they are updated in place:
+        # else XLA keeps a copy of those that only the loss or aux read (a weight
+        # penalty, say). The same below.
+        params, value, aux = jax.lax.optimization_barrier((params, value, aux))
+        # The gradient's dtypes are the sums'.
+        params, state = close(tx, params, added, added.acc_grads, value=value)
     else:
-        (grads,) = vjp(jnp.ones_like(value))
+        (value, aux), grads = jax.value_and_grad(loss, has_aux=True, allow_int=True)(
+            params
+        )
+        params, value, aux = jax.lax.optimization_barrier((params, value, aux))
         norm = _global_norm(grads)
         given = {"weight": weight, "emit": emit} if found else {}
-        if emit is not None and not found:
-            raise ValueError(
-                f"emit={emit} is for an accumulator, and tx holds none; wrap the "
-                "optimizer in accumulate(opt, k)"
-            )
         params, state = apply_gradients(tx, params, state, grads, value=value, **given)
     return params, state, _metrics(state, value, norm, weight, aux)
 
 
 def _in_place(
     tx: optax.GradientTransformation,
+    loss: Callable[[PyTree], tuple[jax.Array, PyTree]],
     params: PyTree,
     state: PyTree,
-    value: jax.Array,
     weight: jax.Array | None,
 ) -> TypeGuard[AccumulateTransformation]:
     """Whether the backward pass may add into the accumulator itself."""
@@ -195,32 +198,45 @@ def _in_place(
     # What a micro-batch may be dropped for must be known before it is added.
     if options.skip_nonfinite == "micro_batch" or options.should_skip_update_fn:
         return False
-    # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
-    if weight is not None and value.dtype != precision.scalar_dtype():
+    if not references.serve(params, state.acc_grads):
         return False
-    return references.serve(params, state.acc_grads)
+    if weight is None or not options.weighted:
+        return True
+    # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
+    return jax.eval_shape(loss, params)[0].dtype == precision.scalar_dtype()
 
 
-def _micro_step_in_place(
+def _added_in_place(
     tx: AccumulateTransformation,
+    loss: Callable[[PyTree], tuple[jax.Array, PyTree]],
     params: PyTree,
     state: AccumulateState,
-    vjp: Callable[..., Any],
-    value: jax.Array,
     weight: jax.Array | None,
     emit: bool | None,
-) -> tuple[PyTree, PyTree]:
+) -> tuple[jax.Array, PyTree, AccumulateState]:
+    """Loss and aux, and the state with the micro-batch in its window."""
     first = state.mini_step == 0
     options = tx.options
-    cotangent = jnp.ones_like(value)
-    if weight is not None and options.weighted:
-        cotangent = weight.astype(value.dtype)
+
+    def both_passes(total: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        value, vjp, aux = jax.vjp(loss, params, has_aux=True)
+        cotangent = jnp.ones_like(value)
+        if weight is not None and options.weighted:
+            cotangent = weight.astype(value.dtype)
+        return value, aux, references.add(vjp, total, cotangent)
+
+    def forward_pass(total: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
+        return *loss(params), total
+
     total = windows.opened(state.acc_grads, first=first)
-    total = references.add(vjp, total, cotangent, weight)
+    if weight is None:
+        value, aux, total = both_passes(total)
+    else:
+        # 0 times nan is nan: a micro-batch of weight 0 gets no backward pass.
+        value, aux, total = jax.lax.cond(weight != 0, both_passes, forward_pass, total)
     held = Window(total, windows.weighed(state.acc_weight, weight, first=first))
     added, _, _ = options.settle(state, held, weight, emit, {"value": value})
-    # The gradient's dtypes are the sums'.
-    return close(tx, params, added, total, value=value)
+    return value, aux, added
 
 
 def _metrics(

@@ -181,14 +181,14 @@ def from_multi_steps_state(
     return AccumulateState(
         mini_step=mini_step,
         gradient_step=jnp.asarray(state.gradient_step, jnp.int32),
-        inner_state=state.inner_opt_state,
+        inner_state=precision.owned(state.inner_opt_state, ()),
         acc_grads=jax.tree.map(total, state.acc_grads)
         if use_grad_mean
         else state.acc_grads,
         acc_weight=weight,
         acc_extra_args={"value": windows.empty(scalar, None)},
         emitted=(mini_step == 0) & (jnp.asarray(state.gradient_step) > 0),
-        skip_state=state.skip_state,
+        skip_state=precision.owned(state.skip_state, ()),
         skips=()
         if unused(state.skip_state)
         else SkipCounts(zero_count(), zero_count()),

@@ -365,6 +365,7 @@ class _Accumulation:
             )
             checks.check_skip(dropped)
             skip_state = precision.cast_like(skip_state, state.skip_state)
+            dropped = jnp.asarray(dropped)
             counts = ~dropped
         elif self.skip_nonfinite == "micro_batch":
             dropped = ~precision.all_finite(grads)
@@ -427,11 +428,7 @@ class _Accumulation:
             # Looked at where the window closes only: a silent micro-step reads nothing.
             finite = _if(closes, lambda: precision.all_finite(held.total))
             held = held._replace(weight=jnp.where(finite, held.weight, 0))
-            counted = _counted(state.skips, ~finite)
-            skips = jax.tree.map(
-                lambda new, old: jnp.where(closes, new, old), counted, state.skips
-            )
-            state = state._replace(skips=skips)
+            state = state._replace(skips=_counted(state.skips, ~finite, closes))
         added = state._replace(
             mini_step=mini_step,
             acc_grads=() if self.is_single else held.total,
@@ -561,11 +558,16 @@ def _still(g: Any, update: Any) -> Any:
     return jax.lax.full_like(g, 0)
 
 
-def _counted(skips: Any, skipped: jax.Array) -> SkipCounts:
+def _counted(skips: Any, skipped: jax.Array, looked: Any = True) -> SkipCounts:
+    """The counts after a decision to skip or not, if there was one (``looked``)."""
+    if unused(skips):  # restored: of the same options without skipping
+        skips = SkipCounts(zero_count(), zero_count())
     more: Any = jax.tree.map(optax.safe_increment, skips)
     return SkipCounts(
-        consecutive=jnp.where(skipped, more.consecutive, 0),
-        total=jnp.where(skipped, more.total, skips.total),
+        consecutive=jnp.where(
+            looked, jnp.where(skipped, more.consecutive, 0), skips.consecutive
+        ),
+        total=jnp.where(looked & skipped, more.total, skips.total),
     )
 
 

@@ -1,0 +1,1 @@
+"""The command `gradacc`. `import gradacc_jax` loads nothing of it."""

@@ -1,0 +1,236 @@
+"""The command `gradacc`: reads the command line and hands over.
+
+Settings that were not given stay out of the namespace, so that `--resume` can tell what
+the user said from what nobody did. Their defaults stand in `Settings`.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+import importlib.util
+import math
+from pathlib import Path
+import sys
+import time
+from typing import Any
+
+import gradacc_jax
+from gradacc_jax.cli.settings import DEFAULTS, CommandError
+
+# Of the extra `cli`: what is imported, and by what name it is installed.
+EXTRA = {"matplotlib": "matplotlib", "orbax": "orbax-checkpoint", "rich": "rich"}
+
+EXAMPLES = """\
+examples:
+  gradacc train                                   Python's own library, for a minute
+  gradacc train --text book.txt notes/            a file and a folder
+  gradacc train --global-batch 64 --micro-batch 8 8 micro-batches in each step
+  gradacc train --steps 20 --verify               the same as with full batches?
+  gradacc train --resume --out runs/mine          on from the last checkpoint
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: what follows the command's name; by default what the process was given.
+
+    Returns:
+        The exit code.
+    """
+    parser = _parser()
+    options = vars(parser.parse_args(argv))
+    command = options.pop("command", None)
+    if command is None:
+        parser.print_help()
+        return 0
+    try:
+        code: int = command(**options)
+    except CommandError as error:
+        print(f"gradacc: error: {error}", file=sys.stderr)
+        return error.code
+    except KeyboardInterrupt:
+        return 130
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gradacc", description="Train the batch you want in the memory you have."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"gradacc_jax {gradacc_jax.__version__}"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    _add_train(
+        commands.add_parser(
+            "train",
+            help="train a byte-level transformer on text",
+            description="Train a byte-level transformer on text. Each optimizer step "
+            "is made of the accumulated gradients of several micro-batches. Without "
+            "options this takes about a minute on two CPU cores.",
+            epilog=EXAMPLES,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            argument_default=argparse.SUPPRESS,
+        )
+    )
+    return parser
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(command=_train)
+
+    text = parser.add_argument_group("text")
+    text.add_argument(
+        "--text",
+        nargs="+",
+        metavar="PATH",
+        help="files and folders to train on (default: source and documentation of the "
+        "Python that runs this)",
+    )
+    _add_number(text, "--seq-len", help="bytes in a sequence")
+
+    batch = parser.add_argument_group("batch (two numbers give the third)")
+    _add_number(batch, "--global-batch", help="sequences in an optimizer step")
+    _add_number(batch, "--micro-batch", help="sequences in a forward and backward pass")
+    _add_number(
+        batch,
+        "--num-microbatches",
+        "--gradient-accumulation-steps",
+        help="micro-batches in an optimizer step",
+    )
+
+    model = parser.add_argument_group("model")
+    _add_number(model, "--num-layers", help="transformer blocks")
+    _add_number(model, "--embed-dim", help="channels between blocks")
+    _add_number(model, "--num-heads", help="attention heads in a block")
+    model.add_argument(
+        "--bf16",
+        action="store_true",
+        help="compute in bfloat16; parameters and sums stay float32",
+    )
+
+    training = parser.add_argument_group("training")
+    _add_number(training, "--steps", help="optimizer steps")
+    training.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help=f"of optax or optax.contrib (default: {DEFAULTS.optimizer})",
+    )
+    _add_number(training, "--learning-rate", help="at its highest, after the warm-up")
+    training.add_argument(
+        "--schedule",
+        choices=("cosine", "constant"),
+        help="the learning rate after the warm-up; cosine falls to a tenth (default: "
+        f"{DEFAULTS.schedule})",
+    )
+    _add_number(
+        training,
+        "--warmup-steps",
+        least=0,
+        help="steps in which the learning rate rises from 0",
+    )
+    training.add_argument(
+        "--skip-nonfinite",
+        choices=("none", "micro_batch", "window"),
+        help="what is left out when a gradient is not finite; with none, a loss that "
+        f"is not finite ends the run (default: {DEFAULTS.skip_nonfinite})",
+    )
+    _add_number(training, "--seed", least=0, help="of parameters, text and sample")
+    training.add_argument(
+        "--verify",
+        action="store_true",
+        default=False,
+        help="make the same steps again, each on its full batch in one pass, and fail "
+        "where losses or parameters differ",
+    )
+
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--out",
+        dest="folder",
+        type=Path,
+        metavar="FOLDER",
+        help="for config.json, metrics.jsonl, loss.png and checkpoints (default: a new "
+        "one in runs)",
+    )
+    output.add_argument(
+        "--checkpoint-every",
+        type=_at_least(1),
+        default=20,
+        metavar="STEPS",
+        help="how often to write a checkpoint (default: 20); Ctrl-C and SIGTERM write "
+        "one anyway",
+    )
+    output.add_argument(
+        "--resume",
+        action="store_true",
+        default=False,
+        help="go on with the run in --out, from exactly where it was stopped",
+    )
+
+
+def _train(
+    *,
+    verify: bool,
+    checkpoint_every: int,
+    resume: bool,
+    folder: Path | None = None,
+    **given: Any,
+) -> int:
+    missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise CommandError(
+            f"{', '.join(EXTRA[name] for name in missing)} not found; install what the "
+            "command needs: pip install 'gradacc_jax[cli]'"
+        )
+    if resume and folder is None:
+        raise CommandError("--resume needs --out FOLDER, the folder of the run")
+
+    from gradacc_jax.cli.train import train
+
+    return train(
+        given,
+        folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S")),
+        resume=resume,
+        checkpoint_every=checkpoint_every,
+        verify=verify,
+    )
+
+
+def _add_number(
+    group: "argparse._ArgumentGroup", *names: str, help: str, least: int = 1
+) -> None:
+    """Adds a setting that is a number of its default's type."""
+    default = getattr(DEFAULTS, names[0].removeprefix("--").replace("-", "_"))
+    group.add_argument(
+        *names,
+        type=_at_least(least) if isinstance(default, int) else _positive,
+        metavar="N" if isinstance(default, int) else "X",
+        help=f"{help} (default: {default})",
+    )
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(
+                f"expected an integer, at least {least}, not {text!r}"
+            )
+        return value
+
+    return integer
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, not {text!r}")
+    return value

@@ -1,0 +1,228 @@
+"""What a run is: its options, and the questions they raise before anything starts.
+
+Whatever cannot work is a `CommandError` that names the option, its value and the way
+out.
+"""
+
+from collections.abc import Callable
+import dataclasses
+import difflib
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+
+class CommandError(Exception):
+    """What the user reads: one line, without a traceback.
+
+    Attributes:
+        code: the exit code; 2 says that the command could not begin.
+    """
+
+    def __init__(self, message: str, code: int = 2):
+        super().__init__(message)
+        self.code = code
+
+
+def first_line(error: Exception) -> str:
+    """The part of a library's error that fits into ours."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Everything that decides the parameters a run ends with, and their defaults.
+
+    Attributes:
+        text: files and folders; none for the standard library.
+        global_batch: sequences in an optimizer step.
+        micro_batch: sequences in a forward and backward pass.
+        num_microbatches: micro-batches in an optimizer step.
+        steps: optimizer steps.
+        seq_len: bytes in a sequence.
+        num_layers: transformer blocks.
+        embed_dim: channels of the residual stream.
+        num_heads: attention heads.
+        optimizer: its name in optax or optax.contrib.
+        learning_rate: at its highest.
+        schedule: "cosine" or "constant", after the warm-up.
+        warmup_steps: steps over which the learning rate rises from 0.
+        bf16: computes in bfloat16; parameters and sums stay float32.
+        seed: of the parameters, of the choice of text and of the sample.
+        skip_nonfinite: what a non-finite gradient costs: "micro_batch", "window", or
+            "none", with which the first non-finite loss ends the run.
+    """
+
+    text: tuple[str, ...] = ()
+    global_batch: int = 16
+    micro_batch: int = 4
+    num_microbatches: int = 4
+    steps: int = 240
+    seq_len: int = 128
+    num_layers: int = 4
+    embed_dim: int = 64
+    num_heads: int = 4
+    optimizer: str = "adamw"
+    learning_rate: float = 6e-3
+    schedule: str = "cosine"
+    warmup_steps: int = 10
+    bf16: bool = False
+    seed: int = 0
+    skip_nonfinite: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.embed_dim % (2 * self.num_heads):
+            raise CommandError(
+                f"--embed-dim={self.embed_dim} does not part into --num-heads="
+                f"{self.num_heads} heads of an even number of channels; choose a "
+                f"multiple of {2 * self.num_heads}"
+            )
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps of the whole run."""
+        return self.steps * self.num_microbatches
+
+
+DEFAULTS = Settings()
+
+
+def resolve_batch(
+    global_batch: int | None = None,
+    micro_batch: int | None = None,
+    num_microbatches: int | None = None,
+) -> tuple[int, int, int]:
+    """Finds the numbers that were not given: global = micro x num_microbatches.
+
+    Two give the third. A micro-batch or a number of them alone keeps the default of
+    the other, so that the global batch follows. A global batch alone is cut into the
+    largest micro-batches that divide it and are no larger than the default.
+
+    Returns:
+        `(global_batch, micro_batch, num_microbatches)`.
+
+    Raises:
+        CommandError: three numbers disagree, or one does not divide the global batch.
+
+    Examples:
+        >>> resolve_batch(global_batch=32, num_microbatches=4)
+        (32, 8, 4)
+        >>> resolve_batch(micro_batch=6)
+        (24, 6, 4)
+    """
+    whole, micro, count = global_batch, micro_batch, num_microbatches
+    if whole is None:
+        micro = DEFAULTS.micro_batch if micro is None else micro
+        count = DEFAULTS.num_microbatches if count is None else count
+        return micro * count, micro, count
+    if micro is None and count is None:
+        micro = max(m for m in _divisors(whole) if m <= DEFAULTS.micro_batch)
+    if micro is None and count is not None:
+        _check_divides("--num-microbatches", count, whole)
+        micro = whole // count
+    if count is None and micro is not None:
+        _check_divides("--micro-batch", micro, whole)
+        count = whole // micro
+    assert micro is not None
+    assert count is not None
+    if micro * count != whole:
+        raise CommandError(
+            f"--global-batch={whole}, --micro-batch={micro} and --num-microbatches="
+            f"{count} disagree: {micro} x {count} = {micro * count}; give two of them, "
+            f"or --global-batch {micro * count}"
+        )
+    return whole, micro, count
+
+
+def _check_divides(option: str, value: int, global_batch: int) -> None:
+    if global_batch % value:
+        divisors = _divisors(global_batch)
+        near = [max(d for d in divisors if d < value)]
+        near += [d for d in divisors if d > value][:1]
+        raise CommandError(
+            f"{option}={value} does not divide --global-batch={global_batch}; choose "
+            f"{' or '.join(map(str, near))}, or another --global-batch"
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def learning_rates(settings: Settings) -> Callable[[Any], Any] | float:
+    """The learning rate of each optimizer step: a schedule, or a constant."""
+    peak, warmup = settings.learning_rate, settings.warmup_steps
+    if settings.schedule == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=0.0 if warmup else peak,
+            peak_value=peak,
+            warmup_steps=warmup,
+            decay_steps=max(settings.steps, warmup + 1),
+            end_value=peak / 10,
+        )
+    return optax.warmup_constant_schedule(0.0, peak, warmup) if warmup else peak
+
+
+def resolve_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """Builds the optimizer that `--optimizer` names.
+
+    Raises:
+        CommandError: optax has no such optimizer, or it needs more than a learning
+            rate, gradients, parameters and the loss.
+    """
+    name, known = settings.optimizer, _optimizers()
+    if name not in known:
+        near = difflib.get_close_matches(name, known) or ["adamw", "lion", "sgd"]
+        raise CommandError(
+            f"--optimizer={name} is no optimizer of optax or optax.contrib that a "
+            f"learning rate is enough for; choose for instance {', '.join(near)}"
+        )
+    try:
+        optimizer = known[name](learning_rate=learning_rates(settings))
+        _try(optimizer)
+    except Exception as error:
+        rate = settings.learning_rate
+        try:
+            _try(known[name](learning_rate=rate))
+        except Exception:
+            raise CommandError(
+                f"--optimizer={name} cannot be used here; choose another: "
+                f"{first_line(error)}"
+            ) from error
+        raise CommandError(
+            f"--optimizer={name} takes no schedule of learning rates; add "
+            "--schedule constant --warmup-steps 0"
+        ) from error
+    return optimizer
+
+
+def _optimizers() -> dict[str, Callable[..., optax.GradientTransformation]]:
+    """Functions of optax that make an optimizer from a learning rate alone."""
+    found: dict[str, Callable[..., optax.GradientTransformation]] = {}
+    for module in (optax.contrib, optax):
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            parameters = inspect.signature(function).parameters
+            missing = [
+                p
+                for p in parameters.values()
+                if p.default is p.empty and p.name != "learning_rate"
+            ]
+            is_part = name.startswith("scale_by")  # of an optimizer
+            if "learning_rate" in parameters and not missing and not is_part:
+                found[name] = function
+    return found
+
+
+def _try(optimizer: optax.GradientTransformation) -> None:
+    """Traces one step on a small tree; raises what the optimizer raises."""
+    params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
+    tx = optax.with_extra_args_support(optimizer)
+
+    def step(params: Any) -> Any:
+        return tx.update(params, tx.init(params), params, value=jnp.ones(()))
+
+    jax.eval_shape(step, params)
