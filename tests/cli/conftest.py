@@ -1,0 +1,86 @@
+"""A run small enough to be made again and again, and how to look at what it left."""
+
+import contextlib
+import io
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from gradacc_jax.cli.main import main
+
+# Plain SGD: its programs pass the strict promotion of dtypes that tests run under.
+SMALL = (
+    *("--seq-len", "16", "--micro-batch", "2", "--num-microbatches", "3"),
+    *("--num-layers", "2", "--embed-dim", "8", "--num-heads", "1"),
+    *("--steps", "4", "--learning-rate", "0.5", "--checkpoint-every", "2"),
+)
+SGD = ("--optimizer", "sgd", "--schedule", "constant", "--warmup-steps", "0")
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> str:
+    """Short documents, so that micro-batches have unequal weights."""
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(
+            f"{i} little pigs, went to market. " * (i % 3 + 1)
+        )
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def finished_and_said(tmp_path_factory, text) -> tuple[Path, str]:
+    """The folder of a verified run that was not stopped, and all that it printed."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    options = ["--text", text, "--out", str(folder), *SMALL, *SGD, "--verify"]
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main(["train", *options]) == 0
+    return folder, said.getvalue()
+
+
+@pytest.fixture
+def finished(finished_and_said) -> Path:
+    """The folder of a run that was not stopped. Not to be written to."""
+    return finished_and_said[0]
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    """All that a run wrote of its steps, but for how long they took."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    for record in records:
+        assert record.pop("tokens_per_second") > 0
+    return records
+
+
+def checkpoints_of(folder: Path) -> list[int]:
+    """The micro-steps of which there are checkpoints."""
+    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
+
+
+def arrays_of(folder: Path) -> dict:
+    """Parameters and optimizer state of the last checkpoint."""
+    path = folder / "checkpoints" / str(checkpoints_of(folder)[-1]) / "arrays"
+    with ocp.StandardCheckpointer() as checkpointer:
+        return jax.tree.map(np.asarray, checkpointer.restore(path.absolute()))
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    """Every file, byte for byte."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    """Bitwise the same parameters, state and metrics."""
+    assert metrics_of(a) == metrics_of(b)
+    assert checkpoints_of(a)[-1] == checkpoints_of(b)[-1]
+    ours, theirs = arrays_of(a), arrays_of(b)
+    assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
+        assert x.dtype == y.dtype
+        assert x.tobytes() == y.tobytes()

@@ -1,0 +1,146 @@
+"""A run stopped at any micro-step goes on as if it had not been stopped."""
+
+import os
+from pathlib import Path
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from gradacc_jax.cli import report
+from gradacc_jax.cli.main import main
+
+from .conftest import SGD, SMALL, arrays_of, assert_same_run, checkpoints_of, metrics_of
+
+ADAMW = ("--optimizer", "adamw", "--learning-rate", "0.01", "--warmup-steps", "1")
+
+# The command, with a signal to itself while a given micro-step is under way and a given
+# checkpoint is complete.
+STOPPED = """
+import os, sys, time
+from gradacc_jax.cli import report
+from gradacc_jax.cli.main import main
+
+shown = report.Reporter.micro_step
+
+def micro_step(self, number):
+    shown(self, number)
+    if number == int(sys.argv[1]):
+        while not os.path.exists(sys.argv[2]):
+            time.sleep(0.01)
+        os.kill(os.getpid(), int(sys.argv[3]))
+
+report.Reporter.micro_step = micro_step
+sys.exit(main(sys.argv[4:]))
+"""
+
+
+def command(*argv: str) -> subprocess.CompletedProcess:
+    """Runs Python with these arguments, as somebody would in a terminal."""
+    root = Path(__file__).parents[2]
+    return subprocess.run(
+        [sys.executable, *argv],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def unstopped(tmp_path_factory, text) -> Path:
+    folder = tmp_path_factory.mktemp("unstopped") / "run"
+    options = ("--text", text, "--out", str(folder), *SMALL, *ADAMW)
+    done = command("-m", "gradacc_jax", "train", *options)
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder
+
+
+@pytest.mark.slow
+def test_a_run_stopped_by_sigterm_within_a_window_ends_bitwise_equal(
+    tmp_path, text, unstopped
+):
+    run = tmp_path / "a run"
+    options = ("--text", text, "--out", str(run), *SMALL, *ADAMW)
+    stop = ("7", str(run / "checkpoints" / "6"), str(int(signal.SIGTERM)))
+    stopped = command("-c", STOPPED, *stop, "train", *options)
+    assert (stopped.returncode, stopped.stderr) == (143, "")
+    assert "micro-step 7 of 12 (step 2 of 4 and 1 of 3 micro-batches)" in stopped.stdout
+    assert f"gradacc train --resume --out '{run}'" in stopped.stdout
+    assert (run / "loss.png").exists()
+    assert checkpoints_of(run) == [6, 7]
+    assert int(arrays_of(run)["state"]["mini_step"]) == 1
+    done = command("-m", "gradacc_jax", "train", "--resume", "--out", str(run))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert_same_run(run, unstopped)
+
+
+@pytest.mark.slow
+def test_a_run_killed_within_a_window_goes_on_from_its_last_checkpoint(
+    tmp_path, text, unstopped
+):
+    run = tmp_path / "run"
+    options = ("--text", text, "--out", str(run), *SMALL, *ADAMW)
+    stop = ("11", str(run / "checkpoints" / "6"), str(int(signal.SIGKILL)))
+    assert command("-c", STOPPED, *stop, "train", *options).returncode == -9
+    # Step 3 was written after the checkpoint, and must not be there twice in the end.
+    assert (run / "metrics.jsonl").read_text().count("\n") == 3
+    done = command("-m", "gradacc_jax", "train", "--resume", "--out", str(run))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "resumed after micro-step 6" in done.stdout
+    assert_same_run(run, unstopped)
+
+
+def test_a_run_stopped_again_and_again_by_ctrl_c_ends_bitwise_equal(
+    tmp_path, text, finished, monkeypatch, capsys
+):
+    run = tmp_path / "run"
+    stops = iter((2, 5, 12))
+    shown = report.Reporter.micro_step
+    stop = next(stops)
+
+    def micro_step(self, number):
+        shown(self, number)
+        if number == stop:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(report.Reporter, "micro_step", micro_step)
+    handler = signal.getsignal(signal.SIGINT)
+    begin = ["train", "--text", text, "--out", str(run), *SMALL, *SGD]
+    assert main(begin) == 130
+    assert signal.getsignal(signal.SIGINT) is handler
+    stop = next(stops)
+    assert main(["train", "--resume", "--out", str(run)]) == 130
+    assert checkpoints_of(run) == [2, 5]
+    # Too late to stop a run that has just ended.
+    stop = next(stops)
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert "resumed after micro-step 5" in capsys.readouterr().out
+    assert_same_run(run, finished)
+
+
+def test_a_run_killed_before_its_first_checkpoint_begins_again(
+    tmp_path, text, finished, capsys
+):
+    run = tmp_path / "run"
+    run.mkdir()
+    # What is there after a kill within the first two steps.
+    (run / "config.json").write_bytes((finished / "config.json").read_bytes())
+    lines = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(lines[0] + lines[1][:20])
+    assert main(["train", "--resume", "--out", str(run), *SMALL, *SGD]) == 0
+    assert "resumed after micro-step 0" in capsys.readouterr().out
+    assert_same_run(run, finished)
+
+
+def test_a_finished_run_with_a_constant_learning_rate_can_be_made_longer(
+    tmp_path, finished
+):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    assert main(["train", "--resume", "--out", str(run), "--steps", "5"]) == 0
+    assert metrics_of(run)[:4] == metrics_of(finished)
+    assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4, 5]
+    assert checkpoints_of(run) == [12, 15]
