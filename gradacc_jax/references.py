@@ -43,10 +43,17 @@ def add(vjp: Callable[..., Any], total: PyTree, cotangent: PyTree) -> PyTree:
       cotangent: as for ``vjp``.
 
     Returns:
-      The new sums. Memory: none, where ``total`` is given up.
+      The new sums. Memory: none, where ``total`` is given up; one gradient tree with
+      jax 0.10 where a parameter is sliced outside a loop.
     """
     refs = jax.tree.map(jax.new_ref, total)
-    vjp.with_refs(refs)(cotangent)  # type: ignore[attr-defined]
+    try:
+        vjp.with_refs(refs)(cotangent)  # type: ignore[attr-defined]
+    except TypeError:
+        # jax 0.10 cannot add to a static slice of a parameter (`p[0]`). A fault of the
+        # loss's own is raised again here. What was added so far is added to no one.
+        (terms,) = vjp(cotangent)
+        return jax.tree.map(jnp.add, total, terms)
     return jax.tree.map(jax.freeze, refs)
 
 

@@ -441,22 +441,24 @@ def test_clipping_has_two_places_with_two_meanings(way):  # C4
 
 
 def test_k_1_is_the_program_of_the_bare_optimizer():  # W8
-    opt, params = lenient(optax.adamw(0.1)), jnp.ones(1000)
+    opt = lenient(optax.adamw(0.1))
 
-    def cost(tx):
+    def cost(tx, size):
+        params = jnp.ones(size)
         step = jax.jit(
             lambda p, s, g: apply_gradients(tx, p, s, g), donate_argnums=(0, 1)
         )
         compiled = step.lower(params, tx.init(params), params).compile()
-        analysis = compiled.cost_analysis()
         assert " conditional(" not in compiled.as_text()
-        return analysis["flops"], analysis["bytes accessed"]
+        analysis = compiled.cost_analysis()
+        return np.array([analysis["flops"], analysis["bytes accessed"]])
 
-    flops, moved = cost(accumulate(opt, 1))
-    bare_flops, bare_moved = cost(opt)
-    # The counters of the state: some scalar operations, a few bytes each.
-    assert flops - bare_flops <= 10
-    assert moved - bare_moved <= 100
+    more = [cost(accumulate(opt, 1), size) - cost(opt, size) for size in (1000, 8000)]
+    # What there is more is the state's scalars (3 operations, 90 bytes with jax 0.12.0,
+    # 114 with 0.10.2), and the same for any number of parameters.
+    np.testing.assert_array_equal(more[0], more[1])
+    assert more[0][0] <= 10
+    assert more[0][1] <= 200
 
 
 @pytest.mark.parametrize("options", [{}, {"use_grad_mean": False}])
