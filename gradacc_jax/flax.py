@@ -232,7 +232,7 @@ def nnx_train_step(
 ) -> Callable[..., StepMetrics]:
     """:func:`gradacc_jax.train_step` for an nnx model and optimizer.
 
-    The step is ``step(model, optimizer, batch, key=None, *, emit=None) -> metrics``; it
+    The step is ``step(model, optimizer, batch, key=None, emit=None) -> metrics``; it
     changes the model and the optimizer in place. What the model holds besides the
     optimizer's parameters (random streams, statistics) is carried from micro-batch to
     micro-batch.
@@ -241,7 +241,8 @@ def nnx_train_step(
       loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, key)``.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       weight_fn: from the batch to its number of loss terms.
-      donate: whether the old buffers are given up for the new ones.
+      donate: whether the old arrays are given up for the new ones. Then ``nnx.clone``,
+        which shares arrays, keeps nothing: copy them to keep a model as it was.
 
     Returns:
       The step, an ``nnx.jit`` function.
@@ -270,6 +271,11 @@ def nnx_train_step(
         key: jax.Array | None = None,
         emit: bool | None = None,
     ) -> StepMetrics:
+        if not isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                f"optimizer={type(optimizer).__name__} is not an nnx.Optimizer; call "
+                "step(model, optimizer, batch)"
+            )
         graphdef, *states = nnx.split(model, optimizer.wrt, ...)
         params, carried = map(nnx.as_pure, states)
 

@@ -21,7 +21,8 @@ from gradacc_jax.accumulation import (
     apply_gradients,
 )
 from gradacc_jax.accumulation.application import close
-from gradacc_jax.accumulation.state import accumulators, unused
+from gradacc_jax.accumulation.checks import check_weight
+from gradacc_jax.accumulation.state import accumulators, check_state, unused
 from gradacc_jax.window import Window
 
 PyTree = Any
@@ -78,14 +79,15 @@ def train_step(
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       weight_fn: from the batch to its number of loss terms, a scalar such as the number
         of tokens that are not padding. Without it every micro-batch weighs the same.
-      donate: whether parameters and state are updated in place; the arguments are then
-        gone after the call.
+      donate: whether parameters and state are updated in place. The arguments are then
+        gone after the call: copy what is to be kept, ``jax.tree.map(jnp.copy, p)``.
 
     Returns:
       The step, a ``jax.jit`` function. Its ``key`` is folded with the number of the
-      micro-batch in its window, so that one key may serve a whole window. ``emit``, a
-      Python bool, closes a window early or keeps it open (see :func:`accumulate`); each
-      value compiles a program of its own.
+      micro-batch in its window, so that one key may serve a whole window. ``emit=True``
+      closes a window early, ``emit=False`` keeps it open, None leaves it to the count:
+      at the end of an epoch write ``emit=True if last else None``. Each of the three
+      compiles a program of its own.
 
     Raises:
       ValueError: when tracing, for a loss that is not a real scalar, or a ``tx`` with
@@ -145,6 +147,9 @@ def micro_step(
     emit: bool | None = None,
 ) -> tuple[PyTree, PyTree, StepMetrics]:
     """The body of :func:`train_step`, to be traced inside a ``jit`` of one's own."""
+    if isinstance(tx, AccumulateTransformation):
+        check_state(state)
+    _check_no_multi_steps(state)
     found = accumulators(state)
     if len(found) > 1:
         raise ValueError(
@@ -158,21 +163,24 @@ def micro_step(
             f"emit={emit} is for an accumulator, and tx holds none; wrap the optimizer "
             "in accumulate(opt, k)"
         )
-    weight = None if weight_fn is None else jnp.asarray(weight_fn(batch))
+    weight = None if weight_fn is None else weight_fn(batch)
+    check_weight(weight)
+    weight = None if weight is None else jnp.asarray(weight)
 
     def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
         out = loss_fn(params, batch) if key is None else loss_fn(params, batch, key)
         return loss_and_aux(out, has_aux)
 
     norm: Any = None
+    runs: Any
     if _in_place(tx, loss, params, state, weight):
-        value, aux, added = _added_in_place(tx, loss, params, state, weight, emit)
+        value, aux, added, runs = _added_in_place(tx, loss, params, state, weight, emit)
         # Whatever reads the parameters has done so before they are updated in place:
         # else XLA keeps a copy of those that only the loss or aux read (a weight
         # penalty, say). The same below.
         params, value, aux = jax.lax.optimization_barrier((params, value, aux))
         # The gradient's dtypes are the sums'.
-        params, state = close(tx, params, added, added.acc_grads, value=value)
+        params, state = close(tx, params, added, added.acc_grads, runs, value=value)
     else:
         (value, aux), grads = jax.value_and_grad(loss, has_aux=True, allow_int=True)(
             params
@@ -181,7 +189,10 @@ def micro_step(
         norm = _global_norm(grads)
         given = {"weight": weight, "emit": emit} if found else {}
         params, state = apply_gradients(tx, params, state, grads, value=value, **given)
-    return params, state, _metrics(state, value, norm, weight, aux)
+        runs = emit is not False
+        for held in accumulators(state):
+            runs = runs & held.emitted & (held.acc_weight > 0)
+    return params, state, _metrics(state, value, norm, weight, aux, runs)
 
 
 def _in_place(
@@ -213,8 +224,8 @@ def _added_in_place(
     state: AccumulateState,
     weight: jax.Array | None,
     emit: bool | None,
-) -> tuple[jax.Array, PyTree, AccumulateState]:
-    """Loss and aux, and the state with the micro-batch in its window."""
+) -> tuple[jax.Array, PyTree, AccumulateState, Any]:
+    """Loss, aux, the state with the micro-batch in it, and whether ``tx`` is to run."""
     first = state.mini_step == 0
     options = tx.options
 
@@ -235,8 +246,8 @@ def _added_in_place(
         # 0 times nan is nan: a micro-batch of weight 0 gets no backward pass.
         value, aux, total = jax.lax.cond(weight != 0, both_passes, forward_pass, total)
     held = Window(total, windows.weighed(state.acc_weight, weight, first=first))
-    added, _, _ = options.settle(state, held, weight, emit, {"value": value})
-    return value, aux, added
+    added, closes, _ = options.settle(state, held, weight, emit, {"value": value})
+    return value, aux, added, options.runs(closes, added.acc_weight, weight)
 
 
 def _metrics(
@@ -245,6 +256,7 @@ def _metrics(
     norm: Any,
     weight: jax.Array | None,
     aux: PyTree,
+    runs: Any,
 ) -> StepMetrics:
     found = accumulators(state)
     if not found:
@@ -266,11 +278,13 @@ def _metrics(
 
     if not unused(held.acc_grads):
         # After an emit the sum is still there, until the next micro-step.
-        norm = jax.lax.cond(
-            held.emitted & (held.acc_weight > 0),
-            window_norm,
-            lambda: jnp.zeros_like(jax.eval_shape(window_norm)),
-        )
+        def no_norm() -> jax.Array:
+            return jnp.zeros_like(jax.eval_shape(window_norm))
+
+        if isinstance(runs, bool):
+            norm = window_norm() if runs else no_norm()
+        else:
+            norm = jax.lax.cond(runs, window_norm, no_norm)
     return StepMetrics(
         loss=of_window.get("value", value),
         grad_norm=norm,
@@ -284,6 +298,19 @@ def _metrics(
 def _global_norm(grads: PyTree) -> jax.Array:
     leaves = [g for g in jax.tree.leaves(grads) if precision.has_gradient(g)]
     return optax.tree.norm([g.astype(precision.working_dtype(g.dtype)) for g in leaves])
+
+
+def _check_no_multi_steps(state: PyTree) -> None:
+    def is_multi_steps(x: Any) -> bool:
+        return isinstance(x, optax.MultiStepsState)
+
+    if any(map(is_multi_steps, jax.tree.leaves(state, is_leaf=is_multi_steps))):
+        raise ValueError(
+            "tx holds an optax.MultiSteps, whose windows a training step cannot see: "
+            "weights would be lost, and every micro-batch count as a step; replace it "
+            "by accumulate() with the same arguments, and a state of it by "
+            "from_multi_steps_state"
+        )
 
 
 def loss_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:

@@ -318,14 +318,14 @@ def test_one_compilation_serves_a_whole_run():
     tx = accumulate(lenient(optax.adamw(0.1)), lambda step: jnp.where(step < 1, 1, 2))
     params = parameters()
     state = tx.init(params)
-    traced = chex.assert_max_traces(masked_mean, n=1)
-    step = train_step(traced, tx, weight_fn=tokens)
+    step = train_step(masked_mean, tx, weight_fn=tokens)
     rng = np.random.default_rng(8)
     emitted = []
     for _ in range(5):
         params, state, metrics = step(params, state, batch_of(rng, 4))
         emitted.append(bool(metrics.emitted))
     assert emitted == [True, False, True, False, True]
+    assert step._cache_size() == 1
 
 
 def test_donation_gives_the_arguments_up_and_can_be_turned_off():
@@ -389,3 +389,30 @@ def test_the_step_runs_inside_a_scan():
     )
     assert emitted.tolist() == [False, True, False, True]
     assert w == -2 - 6
+
+
+@pytest.mark.optax_promotes
+def test_a_multi_steps_left_in_place_is_refused():
+    tx = optax.MultiSteps(optax.sgd(1.0), 2)
+    w = jnp.array(1.0)
+    with pytest.raises(ValueError, match=r"holds an optax.MultiSteps.*accumulate\(\)"):
+        train_step(lambda w, b: w, tx)(w, tx.init(w), None)
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [(-1, r"weight=-1.0"), (np.nan, r"weight=nan"), (jnp.ones(4), r"shape \(4,\)")],
+)
+def test_a_weight_that_is_none_is_refused(engine, weight, message):
+    tx = engine(accumulate(optax.sgd(1.0), 2))
+    w = jnp.array(1.0)
+    step = train_step(lambda w, b: w, tx, weight_fn=lambda b: weight)
+    with pytest.raises(ValueError, match=message):
+        step(w, tx.init(w), None)
+
+
+def test_the_state_of_another_optimizer_is_refused():
+    tx = accumulate(optax.sgd(1.0), 2)
+    w = jnp.array(1.0)
+    with pytest.raises(ValueError, match="is not an AccumulateState"):
+        train_step(lambda w, b: w, tx)(w, optax.sgd(1.0).init(w), None)

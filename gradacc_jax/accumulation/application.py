@@ -98,7 +98,9 @@ def apply_gradients(
                 "and pass them on (optax.GradientTransformationExtraArgs)"
             )
         return _apply_updates(params, updates), state
-    return close(tx, params, added, grads, **extra_args)
+    (held,) = accumulators(added)
+    runs = held.emitted & (held.acc_weight > 0)
+    return close(tx, params, added, grads, runs, **extra_args)
 
 
 def _added(
@@ -131,6 +133,7 @@ def close(
     params: PyTree,
     added: PyTree,
     grads: PyTree,
+    runs: Any,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
     """The second half of a micro-step: the inner optimizer, where the window closes.
@@ -141,6 +144,7 @@ def close(
       added: the state with the micro-batch in its accumulator, and ``emitted`` saying
         whether that closes the window.
       grads: the micro-batch's gradients, for their dtypes.
+      runs: whether the inner optimizer is to run; with a bool no conditional is made.
       **extra_args: passed to ``tx.update``.
 
     Returns:
@@ -161,13 +165,10 @@ def close(
 
         return go
 
-    params, state = jax.lax.cond(
-        held.emitted & (held.acc_weight > 0),
-        branch("run"),
-        branch("rest"),
-        params,
-        added,
-    )
+    if isinstance(runs, bool):
+        params, state = branch("run" if runs else "rest")(params, added)
+    else:
+        params, state = jax.lax.cond(runs, branch("run"), branch("rest"), params, added)
     (closed,) = accumulators(state)
     return params, replaced(state, closed._replace(acc_grads=held.acc_grads))
 

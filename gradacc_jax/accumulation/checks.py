@@ -72,6 +72,17 @@ def check_skip(skip: Any) -> None:
         )
 
 
+def check_inner_state(before: PyTree, after: PyTree) -> None:
+    old: Any = jax.tree.structure(before)
+    new = jax.tree.structure(after)
+    if old != new:
+        raise ValueError(
+            "the inner optimizer's state changes its structure in update, from "
+            f"{old} to {new}; accumulate() passes it through a conditional, so it must "
+            "stay what init made it"
+        )
+
+
 def scalar_argument(name: str, value: Any) -> jax.Array:
     if jnp.shape(value) != ():
         raise ValueError(
@@ -93,11 +104,15 @@ def check_gradients(grads: PyTree, sums: PyTree, accumulator_dtype: Any) -> None
     )
     if unmatched := given.keys() ^ expected.keys():
         path = min(unmatched, key=jax.tree_util.keystr)
-        side = "parameters" if path in given else "gradients"
+        name = jax.tree_util.keystr(path)
+        missing = (
+            f"there is no parameter for grads{name}"
+            if path in given
+            else f"grads has nothing for the parameter{name}"
+        )
         raise ValueError(
-            f"grads{jax.tree_util.keystr(path)} has no counterpart in the {side}; pass "
-            "gradients of the structure that tx.init was given (mask what is frozen "
-            "with optax.masked or optax.partition around accumulate)"
+            f"{missing}; pass gradients of the structure that tx.init was given (mask "
+            "what is frozen with optax.masked or optax.partition around accumulate)"
         )
     for path, total in expected.items():
         name, g = f"grads{jax.tree_util.keystr(path)}", given[path]

@@ -68,7 +68,7 @@ def has_updated(state: PyTree) -> jax.Array:
       >>> print(has_updated(accumulate(optax.sgd(1.0), 2).init(jnp.zeros(3))))
       False
     """
-    return _only(state).emitted
+    return jnp.asarray(_only(state).emitted)
 
 
 def accumulation_metrics(state: PyTree) -> dict[str, jax.Array]:
@@ -95,7 +95,7 @@ def accumulation_metrics(state: PyTree) -> dict[str, jax.Array]:
     """
     held = _only(state)
     skips = SkipCounts(zero_count(), zero_count()) if unused(held.skips) else held.skips
-    return {
+    metrics = {
         "mini_step": held.mini_step,
         "gradient_step": held.gradient_step,
         "emitted": held.emitted,
@@ -104,6 +104,8 @@ def accumulation_metrics(state: PyTree) -> dict[str, jax.Array]:
         "consecutive_skipped": skips.consecutive,
         **{name: windows.average(w) for name, w in held.acc_extra_args.items()},
     }
+    # In the state of an nnx optimizer they are variables.
+    return {name: jnp.asarray(number) for name, number in metrics.items()}
 
 
 def raise_if_skipping(state: PyTree, limit: int) -> None:
@@ -201,6 +203,16 @@ def accumulators(state: PyTree) -> list[AccumulateState]:
     return [leaf for leaf in leaves if is_accumulator(leaf)]
 
 
+def check_state(state: Any) -> None:
+    """Raises unless ``state`` is the state of a bare :func:`accumulate`."""
+    if not isinstance(state, AccumulateState):
+        raise ValueError(
+            f"state={type(state).__name__} is not an AccumulateState; pass what "
+            "tx.init(params) or the last tx.update returned (a MultiStepsState is "
+            "converted by from_multi_steps_state)"
+        )
+
+
 def unused(field: Any) -> bool:
     """Whether a field of an :class:`AccumulateState` is not in use: ``()``."""
     return type(field) is tuple and not field
@@ -215,7 +227,8 @@ def _only(state: PyTree) -> AccumulateState:
     if len(found) != 1:
         raise ValueError(
             f"the state holds {len(found)} AccumulateStates, expected 1; pass the "
-            "state of a transformation with one accumulate(), or one AccumulateState"
+            "state of a transformation with one accumulate(), or one AccumulateState "
+            "(a MultiStepsState is converted by from_multi_steps_state)"
         )
     return found[0]
 

@@ -24,6 +24,7 @@ from gradacc_jax.accumulation import checks
 from gradacc_jax.accumulation.state import (
     AccumulateState,
     SkipCounts,
+    check_state,
     has_updated,
     unused,
     zero_count,
@@ -298,14 +299,15 @@ class _Accumulation:
         part = "all" if accumulation_part is None else accumulation_part.name
         if accumulation_part is not None:
             accumulation_part.reached = True
+        runs: Any = part == "run"
         if part in ("all", "add"):
-            # A window without weights that skips nothing is never empty.
-            always_runs = self.always_runs and weight is None
             state, closes, total = self._add(
                 grads, state, params, weight, emit, extra_args
             )
+            if part == "all":
+                runs = self.runs(closes, state.acc_weight, weight)
         else:
-            always_runs, closes, total = True, state.emitted, state.acc_grads
+            total = state.acc_grads
 
         def run(inner_state: Any) -> tuple[PyTree, Any]:
             gradient = windows.close(
@@ -317,26 +319,32 @@ class _Accumulation:
             updates, new_inner_state = self.inner.update(
                 gradient, inner_state, params, **self._averaged(state, extra_args)
             )
+            checks.check_inner_state(inner_state, new_inner_state)
             updates = jax.tree.map(_still, grads, updates, is_leaf=precision.is_masked)
             return updates, precision.cast_like(new_inner_state, inner_state)
 
         def rest(inner_state: Any) -> tuple[PyTree, Any]:
             updates, _ = jax.eval_shape(run, inner_state)
-            return jax.tree.map(_zero_update, updates), inner_state
+            # Without a conditional an addition follows, which XLA drops where it sees
+            # the zeros.
+            count = None if isinstance(runs, bool) else state.mini_step
+            return _zero_updates(updates, count), inner_state
 
-        runs: Any
-        if part != "all":
-            runs = part == "run"
-        elif always_runs or closes is False:
-            runs = closes
-        else:
-            runs = closes & (state.acc_weight > 0)
         if isinstance(runs, bool):
             updates, inner_state = (run if runs else rest)(state.inner_state)
         else:
             updates, inner_state = jax.lax.cond(runs, run, rest, state.inner_state)
         state = state._replace(inner_state=inner_state)
         return updates, state if part == "add" else _turn(state)
+
+    def runs(self, closes: Any, acc_weight: jax.Array, weight: Any) -> Any:
+        """Whether the inner optimizer runs: a bool where that is static.
+
+        A window without weights that skips nothing is never empty.
+        """
+        if closes is False or (self.always_runs and weight is None):
+            return closes
+        return closes & (acc_weight > 0)
 
     def _add(
         self,
@@ -482,12 +490,7 @@ class _Accumulation:
     def _check(
         self, grads: PyTree, state: AccumulateState, weight: Any, emit: Any
     ) -> None:
-        if not isinstance(state, AccumulateState):
-            raise ValueError(
-                f"state={type(state).__name__} is not an AccumulateState; pass what "
-                "tx.init(params) or the last tx.update returned (a MultiStepsState is "
-                "converted by from_multi_steps_state)"
-            )
+        check_state(state)
         if self.is_single:
             if emit is False:
                 raise ValueError(
@@ -535,14 +538,27 @@ def _turn(state: AccumulateState) -> AccumulateState:
     )
 
 
-def _zero_update(aval: Any) -> Any:
-    # -0.0, not 0.0: x + -0.0 is x for every x, and -0.0 + 0.0 is not -0.0.
+def _zero_updates(updates: PyTree, count: jax.Array | None) -> PyTree:
+    """Updates that change nothing: -0.0, for ``x + -0.0`` is x also where x is -0.0.
+
+    With a ``count`` each is made from a number of its own, 0 times some count: of one
+    constant XLA would write one array, and copy it to all others of its shape.
+    """
+    leaves, tree = jax.tree.flatten(updates)
+    counts = [None if count is None else count + i for i in range(len(leaves))]
+    return jax.tree.unflatten(tree, map(_zero_update, leaves, counts))
+
+
+def _zero_update(aval: Any, count: jax.Array | None) -> Any:
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, jax.dtypes.float0)
-    zero = complex(-0.0, -0.0) if jnp.issubdtype(aval.dtype, jnp.complexfloating) else 0
-    if jnp.issubdtype(aval.dtype, jnp.floating):
-        zero = -0.0
-    return jnp.full(aval.shape, zero, aval.dtype)
+    if not jnp.issubdtype(aval.dtype, jnp.inexact):
+        return jnp.zeros(aval.shape, aval.dtype)
+    part = jnp.finfo(aval.dtype).dtype  # of a complex number its real part's
+    zero = jnp.asarray(-0.0, part) if count is None else -(0.0 * count.astype(part))
+    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
+        zero = jax.lax.complex(zero, zero)
+    return jnp.broadcast_to(zero, aval.shape)
 
 
 def _still(g: Any, update: Any) -> Any:

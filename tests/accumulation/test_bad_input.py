@@ -123,11 +123,11 @@ def with_(**leaves):
 @pytest.mark.parametrize(
     ("grads", "words"),
     [
-        ({"w": PARAMS["w"]}, r"grads\['b'\] has no counterpart in the gradients"),
-        (with_(c=PARAMS["b"]), r"grads\['c'\] has no counterpart in the parameters"),
-        (with_(b=None), r"grads\['b'\] has no counterpart in the gradients"),
-        (with_(b=(PARAMS["b"],)), "has no counterpart"),
-        (None, "has no counterpart in the gradients"),
+        ({"w": PARAMS["w"]}, r"grads has nothing for the parameter\['b'\]"),
+        (with_(c=PARAMS["b"]), r"there is no parameter for grads\['c'\]"),
+        (with_(b=None), r"grads has nothing for the parameter\['b'\]"),
+        (with_(b=(PARAMS["b"],)), "there is no parameter for|grads has nothing for"),
+        (None, "grads has nothing for the parameter"),
         (with_(w=np.zeros((3, 2), np.float32)), r"\['w'\] has shape \(3, 2\), but"),
         (with_(b=np.zeros((), np.float32)), r"\['b'\] has shape \(\), but its para"),
         (with_(b=np.zeros((1, 3), np.float32)), r"has shape \(1, 3\)"),

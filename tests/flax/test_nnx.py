@@ -8,7 +8,12 @@ import numpy as np
 import optax
 import pytest
 
-from gradacc_jax import accumulate, parameter_ema
+from gradacc_jax import (
+    accumulate,
+    accumulation_metrics,
+    has_updated,
+    parameter_ema,
+)
 from gradacc_jax.flax import Optimizer, nnx_train_step
 from tests import programs
 from tests.lenient import lenient
@@ -198,3 +203,21 @@ def test_a_silent_micro_step_copies_no_parameter(what):
     made = programs.program(lowered)
     assert made.copies(64 * 64) == 0
     assert made.temporaries < residuals + 64 * 64
+
+
+def test_what_one_asks_of_the_state_are_arrays():
+    model = linear()
+    optimizer = Optimizer(model, accumulate(optax.sgd(0.1), 2), wrt=nnx.Param)
+    for emitted in (False, True):
+        grads = nnx.grad(loss_fn)(model, batches((4,))[0])
+        optimizer.update(model, grads, weight=3, value=1.5)
+        assert bool(has_updated(optimizer.opt_state)) is emitted
+    metrics = accumulation_metrics(optimizer.opt_state)
+    assert f"{metrics['weight']:.1f} {metrics['value']:.1f}" == "6.0 1.5"
+
+
+def test_model_and_optimizer_in_the_wrong_order_are_refused():
+    model = linear()
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    with pytest.raises(TypeError, match=r"step\(model, optimizer, batch\)"):
+        nnx_train_step(loss_fn)(optimizer, model, batches((4,))[0])
