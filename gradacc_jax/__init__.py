@@ -13,6 +13,7 @@ from gradacc_jax.accumulation import (
     raise_if_skipping,
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
+from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.training import StepMetrics, train_step
 
 __version__ = "0.1.0"
@@ -27,9 +28,11 @@ __all__ = [
     "accumulation_metrics",
     "apply_gradients",
     "from_multi_steps_state",
+    "grad",
     "has_updated",
     "parameter_ema",
     "process",
     "raise_if_skipping",
     "train_step",
+    "value_and_grad",
 ]

@@ -14,13 +14,13 @@ from flax.training import train_state
 import jax
 import jax.numpy as jnp
 
+from gradacc_jax import losses
 from gradacc_jax.accumulation import apply_gradients
 from gradacc_jax.accumulation.state import accumulators
 from gradacc_jax.training import (
     LossFn,
     StepMetrics,
     WeightFn,
-    loss_and_aux,
     micro_step,
 )
 
@@ -282,7 +282,7 @@ def nnx_train_step(
         def loss(params: PyTree, *args: Any) -> tuple[jax.Array, PyTree]:
             copy = nnx.merge(graphdef, params, carried)
             out = loss_fn(copy, *args)
-            value, aux = loss_and_aux(out, has_aux)
+            value, aux = losses.loss_and_aux(out, has_aux)
             return value, (aux, nnx.as_pure(nnx.state(copy, nnx.Not(optimizer.wrt))))
 
         params, opt_state, metrics = micro_step(

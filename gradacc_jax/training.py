@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradacc_jax import precision, references
+from gradacc_jax import losses, precision, references
 from gradacc_jax import window as windows
 from gradacc_jax.accumulation import (
     AccumulateState,
@@ -169,7 +169,7 @@ def micro_step(
 
     def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
         out = loss_fn(params, batch) if key is None else loss_fn(params, batch, key)
-        return loss_and_aux(out, has_aux)
+        return losses.loss_and_aux(out, has_aux)
 
     norm: Any = None
     runs: Any
@@ -311,29 +311,3 @@ def _check_no_multi_steps(state: PyTree) -> None:
             "by accumulate() with the same arguments, and a state of it by "
             "from_multi_steps_state"
         )
-
-
-def loss_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
-    """What a loss function returned, taken apart and checked."""
-    if has_aux and not (isinstance(out, tuple) and len(out) == 2):
-        raise ValueError(
-            f"loss_fn returned {type(out).__name__}, expected the pair (loss, aux); "
-            "return one, or pass has_aux=False"
-        )
-    value, aux = out if has_aux else (out, ())
-    if not jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):
-        raise ValueError(
-            f"loss_fn returned {type(value).__name__} for a loss, expected a scalar; "
-            "to return (loss, aux) pass has_aux=True"
-        )
-    if jnp.shape(value) != ():
-        raise ValueError(
-            f"loss_fn returned a loss of shape {jnp.shape(value)}; expected a scalar: "
-            "take the mean over the loss terms"
-        )
-    if not jnp.issubdtype(jnp.result_type(value), jnp.floating):
-        raise ValueError(
-            f"loss_fn returned a loss of dtype {jnp.result_type(value)}; expected a "
-            "real floating scalar"
-        )
-    return value, aux

@@ -36,7 +36,8 @@ ROWS = (
     {"averaging", "contrastive", "equivalence", "monitoring"},
     {"accumulation", "microbatching"},
     {"window"},
-    {"precision", "references", "reduction", "checkpointing"},
+    {"references", "splitting", "reduction", "checkpointing"},
+    {"precision", "losses"},
 )
 LEVEL = {room: -i for i, row in enumerate(ROWS) for room in row}
 

@@ -1,0 +1,640 @@
+r"""Accumulation inside one call: ``jax.value_and_grad`` of a batch too large at once.
+
+The batch is split into micro-batches (``splitting.py``), and a loop adds up what each
+gives, in the sums of ``window.py``: this agrees with accumulation across calls. Where
+``references.py`` serves, no gradient tree exists beside the sums. Memory is that of one
+micro-batch, however many there are.
+"""
+
+from collections.abc import Callable, Sequence
+import dataclasses
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+import numpy as np
+
+from gradacc_jax import losses, precision, references, splitting
+from gradacc_jax import window as windows
+from gradacc_jax.splitting import Part
+from gradacc_jax.window import Window
+
+PyTree = Any
+REDUCTIONS = ("mean", "sum", "last", "stack", "concat")
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    *,
+    num_microbatches: Any = None,
+    microbatch_size: int | None = None,
+    batch_argnums: int | Sequence[int] = 1,
+    batch_axis: PyTree = 0,
+    weight_fn: Callable[..., PyTree] | None = None,
+    reduction: str = "mean",
+    aux_reduction: PyTree = "mean",
+    key_argnums: int | Sequence[int] = (),
+    state_argnums: int | Sequence[int] = (),
+    accumulator_dtype: Any = jnp.float32,
+    unroll: int = 1,
+) -> Callable[..., Any]:
+    r"""``jax.value_and_grad``, with the batch split and summed inside the program.
+
+    For micro-batches :math:`i` with loss :math:`l_i`, a mean over :math:`w_i` terms,
+
+    .. math::
+        l = \Big(\sum_i w_i l_i\Big) \cdot \frac{1}{\sum_i w_i}, \qquad
+        g = \Big(\sum_i w_i \nabla l_i\Big) \cdot \frac{1}{\sum_i w_i},
+
+    which are the value and the gradient of the whole batch.
+
+    Args:
+      fun: the loss, as for ``jax.value_and_grad``: it returns a real scalar, or
+        ``(scalar, aux)``.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether ``fun`` returns ``(loss, aux)``.
+      num_microbatches: into how many parts to split the batch; their sizes differ by at
+        most one (8 in 3, 3, 2). Together with ``microbatch_size`` it may be a traced
+        integer: how many of the micro-batches are real; the others are left out.
+      microbatch_size: how many examples a part has; the last has what is left (10 in 4,
+        4, 2).
+      batch_argnums: which positional arguments are batches.
+      batch_axis: the examples' axis: an integer, or a pytree prefix of the batch; None
+        marks what is not batched. With several batch arguments, also a tuple of one for
+        each.
+      weight_fn: ``weight_fn(*batch_arguments)`` gives a micro-batch's number of loss
+        terms; without it, its number of examples. It may return a dict, for a loss of
+        several means with denominators of their own: ``fun`` then returns a dict of the
+        same keys, and the value is the sum of the terms.
+      reduction: "mean" if the loss is a mean over its weight; "sum" if it is a sum:
+        then value and gradients are sums, divided by :math:`\sum_i w_i` if there is a
+        ``weight_fn``.
+      aux_reduction: a pytree prefix of the aux: "mean" (weighted), "sum", "last",
+        "stack" (a new leading axis, one entry per micro-batch), or "concat" (outputs
+        for each example, in the order of the batch).
+      key_argnums: arguments that are PRNG keys; micro-batch i gets ``fold_in(key, i)``.
+      state_argnums: arguments that are carried from micro-batch to micro-batch, such as
+        batch statistics: ``fun`` then returns ``(loss, new_state)``, or ``(loss,
+        (new_state, aux))``, and so does the result. (A tuple of argnums: a tuple.)
+      accumulator_dtype: least dtype of the sums; None takes the argument's.
+      unroll: how many micro-batches a turn of the loop handles, as in ``lax.scan``.
+
+    Returns:
+      A function of the arguments of ``fun`` with the results of ``jax.value_and_grad``.
+      Memory: one micro-batch's residuals and one sum per differentiated number. A
+      micro-batch of weight 0 costs no backward pass, and its nans do no harm.
+
+    Raises:
+      ValueError: at construction for options that make no sense; while tracing for
+        batches that do not fit each other or the split, and for results of ``fun`` that
+        cannot be reduced as asked.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from gradacc_jax import value_and_grad
+      >>> def loss(w, x):
+      ...     return jnp.mean((w - x) ** 2)
+      >>> value, grad = value_and_grad(loss, num_microbatches=3)(2.0, jnp.arange(8.0))
+      >>> print(value, grad)
+      7.5 -3.0
+    """
+    options = _Options(
+        argnums=_numbers("argnums", argnums),
+        single=isinstance(argnums, int),
+        has_aux=has_aux,
+        num_microbatches=_count("num_microbatches", num_microbatches),
+        microbatch_size=_count("microbatch_size", microbatch_size),
+        batch_argnums=_numbers("batch_argnums", batch_argnums),
+        batch_axis=batch_axis,
+        weight_fn=weight_fn,
+        reduction=reduction,
+        aux_reduction=aux_reduction,
+        key_argnums=_numbers("key_argnums", key_argnums),
+        state_argnums=_numbers("state_argnums", state_argnums),
+        single_state=isinstance(state_argnums, int),
+        accumulator_dtype=precision.check_dtype("accumulator_dtype", accumulator_dtype),
+        unroll=unroll,
+    )
+    options.check()
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return _Call(options, functools.partial(fun, **kwargs), args).run()
+
+    return run
+
+
+def grad(
+    fun: Callable[..., Any],
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **options: Any,
+) -> Callable[..., Any]:
+    """``jax.grad`` of a batch too large at once; see :func:`value_and_grad`.
+
+    Args:
+      fun: the loss.
+      argnums: which positional arguments to differentiate.
+      has_aux: whether ``fun`` returns ``(loss, aux)``.
+      **options: as for :func:`value_and_grad`.
+
+    Returns:
+      A function that returns the gradients, or ``(gradients, aux)``.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import gradacc_jax
+      >>> def loss(w, x):
+      ...     return jnp.mean((w - x) ** 2)
+      >>> print(gradacc_jax.grad(loss, microbatch_size=2)(2.0, jnp.arange(8.0)))
+      -3.0
+    """
+    both = value_and_grad(fun, argnums, has_aux, **options)
+    alone = not has_aux and options.get("state_argnums", ()) == ()
+
+    @functools.wraps(fun)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        value, grads = both(*args, **kwargs)
+        return grads if alone else (grads, value[1])
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """The arguments of :func:`value_and_grad`, each in one form."""
+
+    argnums: tuple[int, ...]
+    single: bool
+    has_aux: bool
+    num_microbatches: Any
+    microbatch_size: Any
+    batch_argnums: tuple[int, ...]
+    batch_axis: PyTree
+    weight_fn: Callable[..., PyTree] | None
+    reduction: str
+    aux_reduction: PyTree
+    key_argnums: tuple[int, ...]
+    state_argnums: tuple[int, ...]
+    single_state: bool
+    accumulator_dtype: np.dtype | None
+    unroll: int
+
+    @property
+    def num_real(self) -> Any:
+        """How many micro-batches are real, where that is known at run time only."""
+        traced = isinstance(self.num_microbatches, jax.Array)
+        return self.num_microbatches if traced else None
+
+    def check(self) -> None:
+        if self.num_microbatches is None and self.microbatch_size is None:
+            raise ValueError(
+                "num_microbatches=None and microbatch_size=None; give one of them"
+            )
+        if self.num_real is not None and self.microbatch_size is None:
+            raise ValueError(
+                "num_microbatches is an array: how many micro-batches are real; give "
+                "microbatch_size too, which says how the batch is split"
+            )
+        if self.reduction not in ("mean", "sum"):
+            raise ValueError(
+                f'reduction={self.reduction!r} is not known; choose "mean" or "sum"'
+            )
+        for how in jax.tree.leaves(self.aux_reduction):
+            if how not in REDUCTIONS:
+                raise ValueError(
+                    f"aux_reduction={how!r} is not known; choose one of {REDUCTIONS}"
+                )
+        taken: dict[int, str] = {}
+        for name in ("argnums", "batch_argnums", "key_argnums", "state_argnums"):
+            for number in getattr(self, name):
+                if number in taken:
+                    raise ValueError(
+                        f"argument {number} is in {taken[number]} and in {name}; an "
+                        "argument has one role"
+                    )
+                taken[number] = name
+
+
+class _Sums(NamedTuple):
+    """What the loop over micro-batches carries.
+
+    Attributes:
+      grads: the window of the gradients.
+      loss: the window of the loss.
+      means: the window of the aux that are averaged, a list.
+      sums: the aux that are summed, a list.
+      last: the aux of the last micro-batch, a list.
+      state: the carried arguments.
+    """
+
+    grads: Window
+    loss: Window
+    means: Window
+    sums: list[jax.Array]
+    last: list[jax.Array]
+    state: PyTree
+
+
+class _Aux:
+    """The aux, leaf by leaf, with the reduction that each one gets."""
+
+    def __init__(self, aux: PyTree, reduction: PyTree):
+        """Spreads ``reduction`` over the shapes of one micro-batch's ``aux``."""
+        self.tree = jax.tree.structure(aux)
+        self.dtypes = [x.dtype for x in jax.tree.leaves(aux)]
+        try:
+            spread = jax.tree.map(
+                lambda how, tree: jax.tree.map(lambda _: how, tree), reduction, aux
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"aux_reduction={reduction!r} is no pytree prefix of the aux "
+                f"{self.tree}; pass one reduction, or a tree that begins alike"
+            ) from error
+        self.hows = jax.tree.leaves(spread)
+
+    def check(self, aux: PyTree, size: int, named: bool) -> None:
+        for (path, x), how in zip(
+            jax.tree_util.tree_leaves_with_path(aux), self.hows, strict=True
+        ):
+            name = f"aux{jax.tree_util.keystr(path)}"
+            numeric = jnp.issubdtype(x.dtype, jnp.inexact)
+            if how == "mean" and not numeric:
+                raise ValueError(
+                    f"{name} has dtype {x.dtype}, which has no mean; choose the "
+                    'aux_reduction "sum", "last", "stack" or "concat", or cast it'
+                )
+            if how == "mean" and named:
+                raise ValueError(
+                    f'aux_reduction="mean" for {name}: weight_fn gives several '
+                    'weights, and it is not known which one; choose "sum" and divide'
+                )
+            if how == "sum" and not jnp.issubdtype(x.dtype, jnp.number):
+                raise ValueError(
+                    f"{name} has dtype {x.dtype}, which has no sum; cast it to integers"
+                )
+            if how == "concat" and (x.ndim == 0 or x.shape[0] != size):
+                raise ValueError(
+                    f'{name} has shape {x.shape}; for the aux_reduction "concat" its '
+                    f"first axis must be that of the {size} examples"
+                )
+
+    def pick(self, aux: PyTree, *which: str) -> list[Any]:
+        leaves = jax.tree.leaves(aux)
+        return [x for x, how in zip(leaves, self.hows, strict=True) if how in which]
+
+    def assemble(self, results: dict[str, list[Any]]) -> PyTree:
+        queues = {how: iter(leaves) for how, leaves in results.items()}
+        leaves = [
+            next(queues[how]).astype(dtype)
+            for how, dtype in zip(self.hows, self.dtypes, strict=True)
+        ]
+        return jax.tree.unflatten(self.tree, leaves)
+
+
+class _Call:
+    """One call of the function: its arguments in their roles, and the loop."""
+
+    def __init__(
+        self, options: _Options, fun: Callable[..., Any], args: tuple[Any, ...]
+    ):
+        self.options = o = options
+        self.fun = fun
+        self.args = args
+        needed = max(*o.argnums, *o.batch_argnums, *o.key_argnums, *o.state_argnums, 0)
+        if needed >= len(args):
+            raise ValueError(
+                f"argument {needed} has a role, but there are {len(args)} positional "
+                "arguments; pass it by position"
+            )
+        self.wrt = jax.tree.map(jnp.asarray, self._args(o.argnums))
+        for leaf in jax.tree.leaves(self.wrt):
+            if not precision.has_gradient(leaf):
+                raise TypeError(
+                    f"argnums={o.argnums} asks for a gradient with respect to dtype "
+                    f"{precision.dtype_of(leaf)}, which has none; pass floating numbers"
+                )
+        for number in o.key_argnums:
+            _check_key(number, args[number])
+        self.batch = self._args(o.batch_argnums)
+        axis = o.batch_axis
+        if len(self.batch) == 1 or not isinstance(axis, tuple):
+            axis = (axis,) * len(self.batch)
+        self.axes = splitting.batch_axes(self.batch, axis)
+        self.parts = splitting.parts(
+            splitting.num_examples(self.batch, self.axes),
+            None if o.num_real is not None else o.num_microbatches,
+            o.microbatch_size,
+        )
+
+    def run(self) -> Any:
+        o = self.options
+        state = self._args(o.state_argnums)
+        sample = jax.eval_shape(lambda: self.micro_batch(self.parts[0], 0))
+        loss, (new_state, aux) = jax.eval_shape(
+            lambda micro: self.evaluate(self.wrt, micro, 0, state), sample
+        )
+        weight = jax.eval_shape(lambda m: self.weight(self.parts[0], m), sample)
+        named = weight is not None and not losses.is_leaf(weight)
+        _check_terms(loss, weight, named)
+        _check_state(state, new_state)
+        self.aux = _Aux(aux, o.aux_reduction)
+        self.aux.check(aux, self.parts[0].size, named)
+        # Known beforehand only where terms have denominators of their own.
+        self.reciprocals = self.reciprocal_totals() if named else None
+
+        grads = windows.empty(self.wrt, o.accumulator_dtype)
+        # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
+        exact = all(x.dtype == precision.scalar_dtype() for x in jax.tree.leaves(loss))
+        self.in_place = references.serve(self.wrt, grads.total) and (
+            exact or o.reduction == "sum" or weight is None
+        )
+        scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
+        held = _Sums(
+            grads=grads,
+            loss=windows.empty(scalar, None),
+            means=windows.empty(self.aux.pick(aux, "mean"), jnp.float32),
+            sums=[_wide_zeros(x) for x in self.aux.pick(aux, "sum")],
+            last=[jnp.zeros(x.shape, x.dtype) for x in self.aux.pick(aux, "last")],
+            state=jax.tree.map(jnp.asarray, state),
+        )
+        outs = []
+        for part in self.parts:
+            held, out = self.loop(part, held)
+            outs.append(out)
+        return self.result(held, loss, aux, outs)
+
+    def loop(self, part: Part, held: _Sums) -> tuple[_Sums, list[jax.Array]]:
+        body = functools.partial(self.step, part)
+        if part.count == 1:
+            held, out = body(held, jnp.zeros((), jnp.int32))
+            return held, [x[None] for x in out]
+        unroll = min(self.options.unroll, part.count)
+        return lax.scan(body, held, jnp.arange(part.count), unroll=unroll)
+
+    def step(
+        self, part: Part, held: _Sums, i: jax.Array
+    ) -> tuple[_Sums, list[jax.Array]]:
+        """One micro-batch added, if it is real."""
+        add = functools.partial(self.add, part)
+        num_real = self.options.num_real
+        if num_real is None:
+            return add(held, i)
+
+        def leave_out(held: _Sums, i: jax.Array) -> tuple[_Sums, list[jax.Array]]:
+            _, out = jax.eval_shape(add, held, i)
+            return held, [jnp.zeros(x.shape, x.dtype) for x in out]
+
+        return lax.cond(part.first + i < num_real, add, leave_out, held, i)
+
+    def add(
+        self, part: Part, held: _Sums, i: jax.Array
+    ) -> tuple[_Sums, list[jax.Array]]:
+        micro = self.micro_batch(part, i)
+        weight = self.weight(part, micro)
+        index = part.first + i
+        weighted = self.options.reduction == "mean"
+        shares = None
+        if self.reciprocals is not None:
+            shares, weight = _shares(weight, self.reciprocals)
+            weighted = False
+
+        def both_passes(total: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+            loss, vjp, (state, aux) = jax.vjp(
+                lambda wrt: self.evaluate(wrt, micro, index, held.state),
+                self.wrt,
+                has_aux=True,
+            )
+            cotangent = jax.tree.map(jnp.ones_like, loss)
+            if shares is not None:
+                cotangent = precision.cast_like(shares, loss)
+            elif self.in_place and weighted and weight is not None:
+                cotangent = weight.astype(loss.dtype)
+            if self.in_place:
+                return loss, state, aux, references.add(vjp, total, cotangent)
+            (grads,) = vjp(cotangent)
+            before = Window(total, held.grads.weight)
+            after = windows.add(before, grads, weight, first=False, weighted=weighted)
+            return loss, state, aux, after.total
+
+        def forward_pass(total: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
+            loss, (state, aux) = self.evaluate(self.wrt, micro, index, held.state)
+            return loss, state, aux, total
+
+        if weight is None:
+            loss, state, aux, total = both_passes(held.grads.total)
+        else:
+            # 0 times nan is nan: a micro-batch of weight 0 gets no backward pass.
+            loss, state, aux, total = lax.cond(
+                weight != 0, both_passes, forward_pass, held.grads.total
+            )
+        if shares is not None:
+            loss = _total(loss, shares)
+        added = _Sums(
+            grads=Window(
+                total, windows.weighed(held.grads.weight, weight, first=False)
+            ),
+            loss=windows.add(held.loss, loss, weight, first=False, weighted=weighted),
+            means=windows.add(
+                held.means, self.aux.pick(aux, "mean"), weight, first=False
+            ),
+            sums=[
+                total + x.astype(total.dtype)
+                for total, x in zip(held.sums, self.aux.pick(aux, "sum"), strict=True)
+            ],
+            last=self.aux.pick(aux, "last"),
+            state=state,
+        )
+        return added, self.aux.pick(aux, "stack", "concat")
+
+    def result(
+        self, held: _Sums, loss: PyTree, aux: PyTree, outs: list[list[jax.Array]]
+    ) -> Any:
+        o = self.options
+        divides = self.reciprocals is None and (
+            o.reduction == "mean" or o.weight_fn is not None
+        )
+        grads = windows.close(held.grads, self.wrt, mean=divides)
+        value = windows.average(held.loss) if divides else held.loss.total
+        value = value.astype(jax.tree.leaves(loss)[0].dtype)
+        by_leaf = list(zip(*outs))
+        hows = [how for how in self.aux.hows if how in ("stack", "concat")]
+        aux = self.aux.assemble(
+            {
+                "mean": windows.average(held.means),
+                "sum": held.sums,
+                "last": held.last,
+                "stack": [
+                    jnp.concatenate(x)
+                    for x, how in zip(by_leaf, hows)
+                    if how == "stack"
+                ],
+                "concat": [
+                    splitting.joined(x)
+                    for x, how in zip(by_leaf, hows)
+                    if how == "concat"
+                ],
+            }
+        )
+        grads = grads[0] if o.single else grads
+        if not o.state_argnums:
+            return ((value, aux) if o.has_aux else value), grads
+        state = held.state[0] if o.single_state else held.state
+        return (value, (state, aux) if o.has_aux else state), grads
+
+    def evaluate(
+        self, wrt: PyTree, micro: PyTree, index: Any, state: PyTree
+    ) -> tuple[PyTree, tuple[PyTree, PyTree]]:
+        """The loss of one micro-batch, and its new state and aux."""
+        o = self.options
+        args = list(self.args)
+        keys = [jax.random.fold_in(args[n], index) for n in o.key_argnums]
+        numbers = (*o.argnums, *o.batch_argnums, *o.key_argnums, *o.state_argnums)
+        for number, value in zip(numbers, (*wrt, *micro, *keys, *state), strict=True):
+            args[number] = value
+        out = self.fun(*args)
+        if not o.state_argnums:
+            loss, aux = losses.pair_of(out, o.has_aux)
+            return loss, ((), aux)
+        loss, rest = losses.pair_of(out, True, "(loss, new_state)")
+        new, aux = losses.pair_of(rest, o.has_aux, "(new_state, aux)")
+        return loss, ((new,) if o.single_state else tuple(new), aux)
+
+    def micro_batch(self, part: Part, i: Any) -> tuple[PyTree, ...]:
+        return splitting.micro_batch(self.batch, self.axes, part, i)
+
+    def weight(self, part: Part, micro: PyTree) -> PyTree | None:
+        """A micro-batch's weight; None where all of them weigh the same."""
+        if self.options.weight_fn is not None:
+            return jax.tree.map(jnp.asarray, self.options.weight_fn(*micro))
+        return None if len(self.parts) == 1 else jnp.asarray(part.size)
+
+    def reciprocal_totals(self) -> PyTree:
+        """For each term 1 / the sum of its weights; 0 where that is 0."""
+
+        def one(part: Part, i: jax.Array) -> PyTree:
+            weight = self.weight(part, self.micro_batch(part, i))
+            real = True
+            if self.options.num_real is not None:
+                real = part.first + i < self.options.num_real
+            return jax.tree.map(
+                lambda w: jnp.where(real, w.astype(precision.scalar_dtype()), 0), weight
+            )
+
+        per_part = [
+            lax.map(functools.partial(one, part), jnp.arange(part.count))
+            for part in self.parts
+        ]
+        totals = jax.tree.map(lambda *xs: jnp.sum(jnp.concatenate(xs)), *per_part)
+        return jax.tree.map(
+            lambda w: jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w)), totals
+        )
+
+    def _args(self, numbers: tuple[int, ...]) -> tuple[Any, ...]:
+        return tuple(self.args[number] for number in numbers)
+
+
+def _shares(weights: PyTree, reciprocals: PyTree) -> tuple[PyTree, jax.Array]:
+    """The share ``w_i / sum(w)`` that each term counts with; 1 or, if all are 0, 0."""
+    shares = jax.tree.map(lambda w, r: w.astype(r.dtype) * r, weights, reciprocals)
+    some = [share != 0 for share in jax.tree.leaves(shares)]
+    return shares, functools.reduce(operator.or_, some).astype(jnp.int32)
+
+
+def _total(terms: PyTree, shares: PyTree) -> jax.Array:
+    """The sum of the terms, each with its share; of a share of 0, nothing at all."""
+    counted = jax.tree.map(
+        lambda x, s: jnp.where(s == 0, 0, s * x.astype(s.dtype)), terms, shares
+    )
+    return functools.reduce(operator.add, jax.tree.leaves(counted))
+
+
+def _wide_zeros(x: Any) -> jax.Array:
+    wide = precision.working_dtype(x.dtype) if precision.has_gradient(x) else x.dtype
+    return jnp.zeros(x.shape, wide)
+
+
+def _numbers(name: str, numbers: Any) -> tuple[int, ...]:
+    given = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    for number in given:
+        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+            raise ValueError(
+                f"{name}={numbers!r}: expected positions of arguments, counted from 0"
+            )
+    return given
+
+
+def _count(name: str, count: Any) -> Any:
+    """A number of things: None, a Python int, or a traced integer scalar."""
+    if count is None:
+        return None
+    if isinstance(count, jax.core.Tracer):
+        if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
+            return count
+    elif not isinstance(count, bool):
+        try:
+            number = operator.index(count)
+        except TypeError:
+            pass
+        else:
+            if number >= 1:
+                return number
+            raise ValueError(f"{name}={number} is less than 1; choose at least 1")
+    raise ValueError(f"{name}={count!r} is not an integer; choose at least 1")
+
+
+def _check_key(number: int, key: Any) -> None:
+    dtype = getattr(key, "dtype", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if not ((typed and key.shape == ()) or (dtype == jnp.uint32 and key.ndim == 1)):
+        raise ValueError(
+            f"key_argnums: argument {number} is {type(key).__name__} of dtype {dtype}, "
+            "not one PRNG key; pass jax.random.key(seed)"
+        )
+
+
+def _check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
+    if not named:
+        losses.check_loss(loss)
+        if weight is not None and weight.shape != ():
+            raise ValueError(
+                f"weight_fn returned shape {weight.shape}; expected a scalar, the "
+                "number of loss terms in the micro-batch: sum your mask"
+            )
+        return
+    terms: Any = jax.tree.structure(loss)
+    weights = jax.tree.structure(weight)
+    if terms != weights:
+        raise ValueError(
+            f"weight_fn returned {weights} and the loss function {terms}; each term of "
+            "the loss needs its weight"
+        )
+    for term in jax.tree.leaves(loss):
+        losses.check_loss(term)
+
+
+def _check_state(old: PyTree, new: PyTree) -> None:
+    def described(state: PyTree) -> dict[str, str]:
+        return {
+            jax.tree_util.keystr(path): f"{precision.dtype_of(x)}{list(jnp.shape(x))}"
+            for path, x in jax.tree_util.tree_leaves_with_path(state)
+        }
+
+    before, after = described(old), described(new)
+    tree: Any = jax.tree.structure(old)
+    if tree == jax.tree.structure(new) and before == after:
+        return
+    changed = sorted(
+        path for path in {*before, *after} if before.get(path) != after.get(path)
+    )
+    raise ValueError(
+        "the carried state changes from micro-batch to micro-batch: "
+        + ", ".join(f"{p}: {before.get(p)} -> {after.get(p)}" for p in changed[:4])
+        + "; return it in the structure, shapes and dtypes it came in"
+    )
