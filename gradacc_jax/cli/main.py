@@ -19,13 +19,18 @@ from gradacc_jax.cli.settings import DEFAULTS, CommandError
 # Of the extra `cli`: what is imported, and by what name it is installed.
 EXTRA = {"matplotlib": "matplotlib", "orbax": "orbax-checkpoint", "rich": "rich"}
 
-EXAMPLES = """\
+TRAIN = """\
+Train a byte-level transformer on text. Each optimizer step is made of the gradients of
+several micro-batches, accumulated. Without options: about a minute on two CPU cores.
+"""
+
+TRAIN_EXAMPLES = """\
 examples:
-  gradacc train                                   Python's own library, for a minute
-  gradacc train --text book.txt notes/            a file and a folder
-  gradacc train --global-batch 64 --micro-batch 8 8 micro-batches in each step
-  gradacc train --steps 20 --verify               the same as with full batches?
-  gradacc train --resume --out runs/mine          on from the last checkpoint
+  gradacc train                                     on Python's own library
+  gradacc train --text book.txt notes/              on a file and a folder
+  gradacc train --global-batch 64 --micro-batch 8   with 8 micro-batches in each step
+  gradacc train --steps 20 --verify                 is it equal to full batches?
+  gradacc train --resume --out runs/mine            go on from the last checkpoint
 """
 
 
@@ -66,10 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "train",
             help="train a byte-level transformer on text",
-            description="Train a byte-level transformer on text. Each optimizer step "
-            "is made of the accumulated gradients of several micro-batches. Without "
-            "options this takes about a minute on two CPU cores.",
-            epilog=EXAMPLES,
+            description=TRAIN,
+            epilog=TRAIN_EXAMPLES,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             argument_default=argparse.SUPPRESS,
         )
@@ -154,13 +157,10 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="for config.json, metrics.jsonl, loss.png and checkpoints (default: a new "
         "one in runs)",
     )
-    output.add_argument(
+    _add_number(
+        output,
         "--checkpoint-every",
-        type=_at_least(1),
-        default=20,
-        metavar="STEPS",
-        help="how often to write a checkpoint (default: 20); Ctrl-C and SIGTERM write "
-        "one anyway",
+        help="steps from one checkpoint to the next; Ctrl-C and SIGTERM write one too",
     )
     output.add_argument(
         "--resume",
@@ -173,7 +173,6 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
 def _train(
     *,
     verify: bool,
-    checkpoint_every: int,
     resume: bool,
     folder: Path | None = None,
     **given: Any,
@@ -189,11 +188,13 @@ def _train(
 
     from gradacc_jax.cli.train import train
 
+    if "text" in given:  # The run may be resumed from elsewhere.
+        given["text"] = tuple(str(Path(path).absolute()) for path in given["text"])
+
     return train(
         given,
         folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S")),
         resume=resume,
-        checkpoint_every=checkpoint_every,
         verify=verify,
     )
 

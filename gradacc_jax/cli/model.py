@@ -67,7 +67,7 @@ class Block(nnx.Module):
         embed_dim: int,
         num_heads: int,
         *,
-        dtype: jnp.dtype,
+        dtype: jax.typing.DTypeLike,
         rngs: nnx.Rngs,
     ):
         linear = functools.partial(nnx.Linear, use_bias=False, dtype=dtype, rngs=rngs)
@@ -103,7 +103,7 @@ class Transformer(nnx.Module):
         embed_dim: int,
         num_heads: int,
         *,
-        dtype: jnp.dtype = jnp.float32,
+        dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
         def block(rngs: nnx.Rngs) -> Block:

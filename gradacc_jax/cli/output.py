@@ -41,11 +41,11 @@ PyTree = Any
 Record = dict[str, Any]
 
 
-def prepare(folder: Path) -> None:
-    """Makes the folder of a new run.
+def check_free(folder: Path) -> None:
+    """Refuses to write over a run.
 
     Raises:
-        CommandError: it holds a run already, or cannot be written.
+        CommandError: the folder holds one, or files of the same names.
     """
     taken = [n for n in (CONFIG, METRICS, CHECKPOINTS, PLOT) if (folder / n).exists()]
     if taken:
@@ -53,6 +53,14 @@ def prepare(folder: Path) -> None:
             f"--out={folder} already holds {', '.join(taken)}; add --resume to go on "
             "with that run, or choose another folder"
         )
+
+
+def make(folder: Path) -> None:
+    """Makes the folder of a run.
+
+    Raises:
+        CommandError: it cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / ".writable"
@@ -117,13 +125,14 @@ def read_config(folder: Path) -> Record:
 def check_same(where: Path, stored: Settings, wanted: Settings) -> None:
     """Refuses to go on with a run as if it had been another.
 
-    The text may have moved (its digest is compared elsewhere), and the number of steps
-    may change where the learning rates do not depend on it.
+    The text may have moved (its digest is compared elsewhere), checkpoints may become
+    rarer, and the number of steps may change where no learning rate depends on it.
 
     Raises:
         CommandError: naming every setting that differs, with both values.
     """
-    free = {"text"} | ({"steps"} if stored.schedule == "constant" else set())
+    free = {"text", "checkpoint_every"}
+    free |= {"steps"} if stored.schedule == "constant" else set()
     names = [
         field.name
         for field in dataclasses.fields(Settings)
@@ -174,7 +183,10 @@ class Checkpoints:
         self._settings = settings
         self._manager = ocp.CheckpointManager(
             self._path,
-            options=ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=KEPT_CHECKPOINTS,
+                cleanup_tmp_directories=True,  # what a kill left half written
+            ),
         )
 
     def __enter__(self) -> "Checkpoints":

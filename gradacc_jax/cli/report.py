@@ -111,7 +111,7 @@ def introduction(settings: Settings, corpus: Corpus, params: PyTree) -> str:
 def savings(
     micro_step: jax.stages.Compiled,
     full_step: jax.stages.Compiled | None,
-    params: PyTree,
+    accumulator: PyTree,
 ) -> str:
     """What the compiler says that the two programs need beside their arguments."""
     if full_step is None:
@@ -120,10 +120,11 @@ def savings(
     if ours is None or theirs is None:
         return "temporaries: this backend does not tell"
     small, large = ours.temp_size_in_bytes, theirs.temp_size_in_bytes
-    sums = sum(4 * leaf.size for leaf in jax.tree.leaves(params))
+    sums = sum(leaf.nbytes for leaf in jax.tree.leaves(accumulator))
+    times = large / max(small, 1)
     return (
         f"temporaries: {large / MIB:,.1f} MiB for the full batch in one pass, "
-        f"{small / MIB:,.1f} MiB for a micro-step ({large / max(small, 1):.1f} x less)\n"
+        f"{small / MIB:,.1f} MiB for a micro-step ({times:.1f} x less)\n"
         f"accumulator: {sums / MIB:,.1f} MiB, the sum of gradients between micro-steps"
     )
 

@@ -35,7 +35,7 @@ def first_line(error: Exception) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """Everything that decides the parameters a run ends with, and their defaults.
+    """Everything that a run is made from, and its defaults.
 
     Attributes:
         text: files and folders; none for the standard library.
@@ -55,6 +55,7 @@ class Settings:
         seed: of the parameters, of the choice of text and of the sample.
         skip_nonfinite: what a non-finite gradient costs: "micro_batch", "window", or
             "none", with which the first non-finite loss ends the run.
+        checkpoint_every: optimizer steps from one checkpoint to the next.
     """
 
     text: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ class Settings:
     bf16: bool = False
     seed: int = 0
     skip_nonfinite: str = "none"
+    checkpoint_every: int = 20
 
     def __post_init__(self) -> None:
         if self.embed_dim % (2 * self.num_heads):

@@ -44,7 +44,6 @@ def train(
     folder: Path,
     *,
     resume: bool = False,
-    checkpoint_every: int = 20,
     verify: bool = False,
 ) -> int:
     """Trains, or goes on training.
@@ -54,7 +53,6 @@ def train(
             resuming, their former values.
         folder: where everything is written.
         resume: whether to go on with the run in `folder`.
-        checkpoint_every: optimizer steps from one checkpoint to the next.
         verify: whether to train on full batches too, and compare.
 
     Returns:
@@ -72,7 +70,8 @@ def train(
     if stored:
         output.check_text(folder, stored, config)
     else:
-        output.prepare(folder)
+        output.check_free(folder)
+    output.make(folder)
 
     forward, params = model.create(settings)
     loss_fn = functools.partial(model.next_byte_loss, forward)
@@ -102,7 +101,7 @@ def train(
                 f"--verify needs the full batch in one pass: {first_line(error)}"
             ) from error
         full_step = None
-    print(report.savings(step, full_step, params), flush=True)
+    print(report.savings(step, full_step, state.acc_grads), flush=True)
 
     with output.Checkpoints(folder, settings) as checkpoints:
         micro_step, params, state = checkpoints.restore(params, state)
@@ -132,7 +131,7 @@ def train(
                 record["tokens_per_second"] = reporter.tokens_per_second()
                 log.append(record)
                 reporter.step(record)
-                if number % checkpoint_every == 0:
+                if number % settings.checkpoint_every == 0:
                     checkpoints.save(micro_step, params, state)
             checkpoints.save(micro_step, params, state)
 

@@ -49,57 +49,43 @@ def command(*argv: str) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def unstopped(tmp_path_factory, text) -> Path:
-    folder = tmp_path_factory.mktemp("unstopped") / "run"
-    options = ("--text", text, "--out", str(folder), *SMALL, *ADAMW)
-    done = command("-m", "gradacc_jax", "train", *options)
-    assert (done.returncode, done.stderr) == (0, "")
-    return folder
-
-
 @pytest.mark.slow
-def test_a_run_stopped_by_sigterm_within_a_window_ends_bitwise_equal(
-    tmp_path, text, unstopped
-):
-    run = tmp_path / "a run"
-    options = ("--text", text, "--out", str(run), *SMALL, *ADAMW)
-    stop = ("7", str(run / "checkpoints" / "6"), str(int(signal.SIGTERM)))
-    stopped = command("-c", STOPPED, *stop, "train", *options)
-    assert (stopped.returncode, stopped.stderr) == (143, "")
-    assert "micro-step 7 of 12 (step 2 of 4 and 1 of 3 micro-batches)" in stopped.stdout
-    assert f"gradacc train --resume --out '{run}'" in stopped.stdout
+def test_a_run_stopped_by_sigterm_and_then_killed_ends_bitwise_equal(tmp_path, text):
+    unstopped, run = tmp_path / "unstopped", tmp_path / "a run"
+    begin = ("train", "--text", text, *SMALL, *ADAMW, "--out")
+    resume = ("train", "--resume", "--out", str(run))
+    sixth, seventh = (str(run / "checkpoints" / n) for n in ("6", "7"))
+    term, kill = (str(int(s)) for s in (signal.SIGTERM, signal.SIGKILL))
+
+    done = command("-m", "gradacc_jax", *begin, str(unstopped))
+    assert (done.returncode, done.stderr) == (0, "")
+
+    # Within a window: a checkpoint is written at once.
+    done = command("-c", STOPPED, "7", sixth, term, *begin, str(run))
+    assert (done.returncode, done.stderr) == (143, "")
+    assert "micro-step 7 of 12 (step 2 of 4 and 1 of 3 micro-batches)" in done.stdout
+    assert f"gradacc train --resume --out '{run}'" in done.stdout
     assert (run / "loss.png").exists()
     assert checkpoints_of(run) == [6, 7]
     assert int(arrays_of(run)["state"]["mini_step"]) == 1
-    done = command("-m", "gradacc_jax", "train", "--resume", "--out", str(run))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert_same_run(run, unstopped)
 
-
-@pytest.mark.slow
-def test_a_run_killed_within_a_window_goes_on_from_its_last_checkpoint(
-    tmp_path, text, unstopped
-):
-    run = tmp_path / "run"
-    options = ("--text", text, "--out", str(run), *SMALL, *ADAMW)
-    stop = ("11", str(run / "checkpoints" / "6"), str(int(signal.SIGKILL)))
-    assert command("-c", STOPPED, *stop, "train", *options).returncode == -9
-    # Step 3 was written after the checkpoint, and must not be there twice in the end.
+    done = command("-c", STOPPED, "11", seventh, kill, *resume)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    # Written after the checkpoint, the third step is not to be there twice in the end.
     assert (run / "metrics.jsonl").read_text().count("\n") == 3
-    done = command("-m", "gradacc_jax", "train", "--resume", "--out", str(run))
+
+    done = command("-m", "gradacc_jax", *resume)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "resumed after micro-step 6" in done.stdout
+    assert "resumed after micro-step 7" in done.stdout
     assert_same_run(run, unstopped)
 
 
-def test_a_run_stopped_again_and_again_by_ctrl_c_ends_bitwise_equal(
+def test_a_run_stopped_by_ctrl_c_ends_bitwise_equal(
     tmp_path, text, finished, monkeypatch, capsys
 ):
     run = tmp_path / "run"
-    stops = iter((2, 5, 12))
     shown = report.Reporter.micro_step
-    stop = next(stops)
+    stop = 5
 
     def micro_step(self, number):
         shown(self, number)
@@ -111,11 +97,8 @@ def test_a_run_stopped_again_and_again_by_ctrl_c_ends_bitwise_equal(
     begin = ["train", "--text", text, "--out", str(run), *SMALL, *SGD]
     assert main(begin) == 130
     assert signal.getsignal(signal.SIGINT) is handler
-    stop = next(stops)
-    assert main(["train", "--resume", "--out", str(run)]) == 130
-    assert checkpoints_of(run) == [2, 5]
-    # Too late to stop a run that has just ended.
-    stop = next(stops)
+    assert checkpoints_of(run) == [5]
+    stop = 12  # Too late to stop a run that has just ended.
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert "resumed after micro-step 5" in capsys.readouterr().out
     assert_same_run(run, finished)
