@@ -150,6 +150,12 @@ def linen_train_step(
         *,
         emit: bool | None = None,
     ) -> tuple[train_state.TrainState, StepMetrics]:
+        if OVERWRITE_WITH_GRADIENT in state.params:
+            raise ValueError(
+                f"state.params holds {OVERWRITE_WITH_GRADIENT!r}, scales of 8-bit "
+                "layers; take their gradients yourself and call "
+                "TrainState.apply_gradients"
+            )
         params, opt_state, metrics = micro_step(
             loss_fn,
             state.tx,

@@ -352,8 +352,14 @@ class _Call:
         grads = windows.empty(self.wrt, o.accumulator_dtype)
         # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
         exact = all(x.dtype == precision.scalar_dtype() for x in jax.tree.leaves(loss))
-        self.in_place = references.serve(self.wrt, grads.total) and (
-            exact or o.reduction == "sum" or weight is None
+        weighted = o.reduction == "mean" and weight is not None
+        self.in_place = (exact or not weighted) and references.serve(
+            lambda wrt: self.evaluate(
+                wrt, self.micro_batch(self.parts[0], 0), 0, state
+            ),
+            self.wrt,
+            grads.total,
+            weighted,
         )
         scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
         held = _Sums(

@@ -19,19 +19,78 @@ from gradacc_jax import precision
 PyTree = Any
 
 
-def serve(params: PyTree, total: PyTree) -> bool:
-    """Whether cotangents of ``params`` can be added into ``total`` in place.
+def serve(
+    loss: Callable[[PyTree], PyTree], params: PyTree, total: PyTree, weighted: bool
+) -> bool:
+    """Whether cotangents of ``loss`` can be added into ``total`` in place, and rightly.
 
-    They have the parameters' dtypes, so that a wider sum (float32 for bfloat16
-    parameters) needs the addition that casts.
+    Args:
+      loss: the function of the parameters that will be differentiated.
+      params: the parameters.
+      total: the sums. They need the parameters' dtypes, which the cotangents have: a
+        wider sum (float32 for bfloat16 parameters) needs the addition that casts.
+      weighted: whether the weight is to be the loss's cotangent.
     """
     fits = jax.tree.map(
-        lambda t, p: not precision.is_masked(t) and t.dtype == p.dtype,
+        lambda t, p: not precision.is_masked(t) and t.dtype == precision.dtype_of(p),
         total,
         params,
         is_leaf=precision.is_masked,
     )
-    return all(jax.tree.leaves(fits)) and _work()
+    if not (all(jax.tree.leaves(fits)) and _work()):
+        return False
+    jaxpr = jax.make_jaxpr(loss)(params).jaxpr
+    return _goes_in_once(jaxpr, set(jaxpr.invars)) and not (
+        weighted and _minds_its_cotangent(jaxpr)
+    )
+
+
+def _goes_in_once(jaxpr: Any, held: set[Any]) -> bool:
+    """Whether no parameter goes into one inner function (jit, scan, ...) twice.
+
+    JAX 0.10 then adds one of the two cotangents only; later ones refuse some cases.
+    """
+    for equation in jaxpr.eqns:
+        mine = [v for v in equation.invars if not hasattr(v, "val") and v in held]
+        inner = _inner_jaxprs(equation)
+        if inner and len(set(mine)) < len(mine):
+            return False
+        for one in inner:
+            outer = equation.invars[len(equation.invars) - len(one.invars) :]
+            same = len(outer) == len(one.invars)
+            passed = {
+                v
+                for v, o in zip(one.invars, outer if same else one.invars, strict=True)
+                if not same or (not hasattr(o, "val") and o in held)
+            }
+            if not _goes_in_once(one, passed):
+                return False
+    return True
+
+
+def _minds_its_cotangent(jaxpr: Any) -> bool:
+    """Whether the backward pass may not be w times that of 1 for a weight w.
+
+    One that the user wrote may clip; one in float16 may overflow.
+    """
+    for equation in jaxpr.eqns:
+        if equation.primitive.name.startswith("custom_vjp"):
+            return True
+        if any(getattr(v.aval, "dtype", None) == jnp.float16 for v in equation.outvars):
+            return True
+        if any(map(_minds_its_cotangent, _inner_jaxprs(equation))):
+            return True
+    return any(v.aval.dtype == jnp.float16 for v in jaxpr.invars)
+
+
+def _inner_jaxprs(equation: Any) -> list[Any]:
+    found = []
+    for value in jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
+    ):
+        if hasattr(value, "eqns"):
+            found.append(getattr(value, "jaxpr", value))
+    return found
 
 
 def add(vjp: Callable[..., Any], total: PyTree, cotangent: PyTree) -> PyTree:
@@ -49,7 +108,7 @@ def add(vjp: Callable[..., Any], total: PyTree, cotangent: PyTree) -> PyTree:
     refs = jax.tree.map(jax.new_ref, total)
     try:
         vjp.with_refs(refs)(cotangent)  # type: ignore[attr-defined]
-    except TypeError:
+    except (TypeError, NotImplementedError):
         # jax 0.10 cannot add to a static slice of a parameter (`p[0]`). A fault of the
         # loss's own is raised again here. What was added so far is added to no one.
         (terms,) = vjp(cotangent)

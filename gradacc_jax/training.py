@@ -22,7 +22,7 @@ from gradacc_jax.accumulation import (
 )
 from gradacc_jax.accumulation.application import close
 from gradacc_jax.accumulation.checks import check_weight
-from gradacc_jax.accumulation.state import accumulators, check_state, unused
+from gradacc_jax.accumulation.state import accumulators, unused
 from gradacc_jax.window import Window
 
 PyTree = Any
@@ -68,8 +68,10 @@ def train_step(
 
     With a bare :func:`accumulate`, whose sums have the parameters' dtypes, the backward
     pass adds its gradients straight into ``state.acc_grads``: a micro-step holds no
-    gradient tree. Elsewhere (around ``chain`` or ``partition``, with
-    ``skip_nonfinite="micro_batch"``) gradients are made and then added; same values.
+    gradient tree. Elsewhere gradients are made and then added; same values: inside
+    ``chain`` or ``partition``, with ``skip_nonfinite="micro_batch"``, and with weights
+    where the loss has a ``custom_vjp`` or float16 in it, since the weight is the loss's
+    cotangent in place, which the one might clip and the other overflow.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)`` returning
@@ -147,8 +149,6 @@ def micro_step(
     emit: bool | None = None,
 ) -> tuple[PyTree, PyTree, StepMetrics]:
     """The body of :func:`train_step`, to be traced inside a ``jit`` of one's own."""
-    if isinstance(tx, AccumulateTransformation):
-        check_state(state)
     _check_no_multi_steps(state)
     found = accumulators(state)
     if len(found) > 1:
@@ -165,6 +165,9 @@ def micro_step(
         )
     weight = None if weight_fn is None else weight_fn(batch)
     check_weight(weight)
+    if isinstance(tx, AccumulateTransformation):
+        # Gradients will be like the parameters.
+        state = tx.options.checked(params, state, weight, emit)
     weight = None if weight is None else jnp.asarray(weight)
 
     def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
@@ -209,12 +212,12 @@ def _in_place(
     # What a micro-batch may be dropped for must be known before it is added.
     if options.skip_nonfinite == "micro_batch" or options.should_skip_update_fn:
         return False
-    if not references.serve(params, state.acc_grads):
+    weighted = weight is not None and options.weighted
+    if not references.serve(loss, params, state.acc_grads, weighted):
         return False
-    if weight is None or not options.weighted:
-        return True
     # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
-    return jax.eval_shape(loss, params)[0].dtype == precision.scalar_dtype()
+    value, _ = jax.eval_shape(loss, params)
+    return not weighted or value.dtype == precision.scalar_dtype()
 
 
 def _added_in_place(

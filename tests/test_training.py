@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from gradacc_jax import accumulate, references, train_step
+from gradacc_jax import accumulate, references, train_step, value_and_grad
 from tests.lenient import lenient
 
 EPS = float(jnp.finfo(jnp.float32).eps)
@@ -416,3 +416,72 @@ def test_the_state_of_another_optimizer_is_refused():
     w = jnp.array(1.0)
     with pytest.raises(ValueError, match="is not an AccumulateState"):
         train_step(lambda w, b: w, tx)(w, optax.sgd(1.0).init(w), None)
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x
+
+
+clipped.defvjp(lambda x: (x, None), lambda _, g: (jnp.clip(g, -1.0, 1.0),))
+
+
+def twice(function):
+    """A loss in which one parameter goes into ``function`` as two arguments."""
+    return lambda w, b: jnp.sum(function(w, w)) * b
+
+
+DELICATE = {
+    "in jit twice": twice(jax.jit(lambda a, c: a * c)),
+    "in cond twice": twice(
+        lambda a, c: jax.lax.cond(a[0] > 0, jnp.multiply, jnp.add, a, c)
+    ),
+    "scanned twice": twice(
+        lambda a, c: jax.lax.scan(lambda x, r: (x + r[0] * r[1], None), 0.0, (a, c))[0]
+    ),
+    "scanned and closed over": lambda w, b: jax.lax.scan(
+        lambda x, r: (x + r * w.sum() * b, None), 0.0, w
+    )[0],
+    "mapped and closed over": lambda w, b: jnp.sum(jax.lax.map(lambda r: w * r, w)) * b,
+    "in jit twice inside jit": lambda w, b: jax.jit(twice(jax.jit(lambda a, c: a * c)))(
+        w, b
+    ),
+    "in jit twice inside a scan": lambda w, b: jax.lax.scan(
+        lambda x, _: (x + twice(jax.jit(lambda a, c: a * c))(w, b), None),
+        0.0,
+        None,
+        length=2,
+    )[0],
+    "a gradient clipped inside": lambda w, b: 3 * jnp.sum(clipped(w) * b),
+    "float16 inside": lambda w, b: (
+        100
+        * jnp.sum(30 * w.astype(jnp.float16) * b.astype(jnp.float16)).astype(
+            jnp.float32
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("weight", [None, 4096], ids=["unweighted", "weighted"])
+@pytest.mark.parametrize("name", DELICATE)
+def test_what_references_get_wrong_is_left_to_the_addition_after(name, weight):
+    """Each of these was wrong in place, in some version of JAX or with some weight."""
+    loss = DELICATE[name]
+    batches = [jnp.float32(1.0), jnp.float32(3.0)]
+    w = jnp.array([1.0, 2.0])
+    gradients = [jax.grad(loss)(w, b) for b in batches]
+    expected = np.asarray(w - (gradients[0] + gradients[1]) / 2)
+    weight_fn = None if weight is None else lambda b: jnp.float32(weight)
+
+    tx = accumulate(optax.sgd(1.0), 2)
+    moved, state = jnp.copy(w), tx.init(w)
+    step = train_step(loss, tx, weight_fn=weight_fn)
+    for batch in batches:
+        moved, state, _ = step(moved, state, batch)
+    np.testing.assert_allclose(moved, expected, rtol=10 * EPS, atol=10 * EPS)
+
+    inside = value_and_grad(
+        lambda w, b: loss(w, b[0]), num_microbatches=2, weight_fn=weight_fn
+    )
+    _, grad = jax.jit(inside)(w, jnp.stack(batches))
+    np.testing.assert_allclose(w - grad, expected, rtol=10 * EPS, atol=10 * EPS)

@@ -360,8 +360,7 @@ class _Accumulation:
         The counters of the returned state are those before the window is turned over
         (:func:`_turn`), and ``emitted`` says that it is to be.
         """
-        self._check(grads, state, weight, emit)
-        state = self._restored(state)
+        state = self.checked(grads, state, weight, emit)
         first: Any = True if self.is_single else state.mini_step == 0
 
         counts: Any = True
@@ -475,8 +474,14 @@ class _Accumulation:
                 means[name] = mean
         return {**extra_args, **means}
 
-    def _restored(self, state: AccumulateState) -> AccumulateState:
-        """The state in the dtypes of these options: a narrower sum is widened."""
+    def checked(
+        self, grads: PyTree, state: Any, weight: Any, emit: Any
+    ) -> AccumulateState:
+        """The state in the dtypes of these options, if all fits: see :meth:`_check`.
+
+        A sum that was saved in a narrower dtype is widened.
+        """
+        self._check(grads, state, weight, emit)
         if self.is_single or self.accumulator_dtype is None:
             return state
         widened = jax.tree.map(
@@ -496,6 +501,11 @@ class _Accumulation:
                 raise ValueError(
                     "emit=False needs an accumulator, and every_k_schedule=1 has none; "
                     "choose every_k_schedule >= 2"
+                )
+            if not unused(state.acc_grads):
+                raise ValueError(
+                    "state.acc_grads holds sums, and every_k_schedule=1 keeps none; "
+                    "make the state by tx.init(params) of this transformation"
                 )
         elif unused(state.acc_grads) and jax.tree.leaves(grads):
             raise ValueError(
