@@ -289,7 +289,7 @@ def nnx_train_step(
             copy = nnx.merge(graphdef, params, carried)
             out = loss_fn(copy, *args)
             value, aux = losses.loss_and_aux(out, has_aux)
-            return value, (aux, nnx.as_pure(nnx.state(copy, nnx.Not(optimizer.wrt))))
+            return value, (aux, nnx.state(copy, nnx.Not(optimizer.wrt)))
 
         params, opt_state, metrics = micro_step(
             loss,
