@@ -19,6 +19,8 @@ from gradacc_jax.cli.settings import DEFAULTS, CommandError
 # Of the extra `cli`: what is imported, and by what name it is installed.
 EXTRA = {"matplotlib": "matplotlib", "orbax": "orbax-checkpoint", "rich": "rich"}
 
+LARGEST = 2**31 - 1  # what fits into JAX's integers, a seed's among them
+
 TRAIN = """\
 Train a byte-level transformer on text. Each optimizer step is made of the gradients of
 several micro-batches, accumulated. Without options: about a minute on two CPU cores.
@@ -87,6 +89,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--text",
         nargs="+",
+        type=_path,
         metavar="PATH",
         help="files and folders to train on (default: source and documentation of the "
         "Python that runs this)",
@@ -152,7 +155,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     output.add_argument(
         "--out",
         dest="folder",
-        type=Path,
+        type=_path,
         metavar="FOLDER",
         help="for config.json, metrics.jsonl, loss.png and checkpoints (default: a new "
         "one in runs)",
@@ -189,7 +192,7 @@ def _train(
     from gradacc_jax.cli.train import train
 
     if "text" in given:  # The run may be resumed from elsewhere.
-        given["text"] = tuple(str(Path(path).absolute()) for path in given["text"])
+        given["text"] = tuple(str(path.absolute()) for path in given["text"])
 
     return train(
         given,
@@ -218,13 +221,20 @@ def _at_least(least: int) -> Callable[[str], int]:
             value = int(text)
         except ValueError:
             value = least - 1
-        if value < least:
+        if not least <= value <= LARGEST:
+            bound = f"most {LARGEST}" if value > LARGEST else f"least {least}"
             raise argparse.ArgumentTypeError(
-                f"expected an integer, at least {least}, not {text!r}"
+                f"expected an integer, at {bound}, not {text!r}"
             )
         return value
 
     return integer
+
+
+def _path(text: str) -> Path:
+    if not text:  # To Path, that is the current folder.
+        raise argparse.ArgumentTypeError("expected a path, not an empty string")
+    return Path(text)
 
 
 def _positive(text: str) -> float:

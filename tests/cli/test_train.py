@@ -46,7 +46,7 @@ def test_a_run_says_what_it_does_and_what_it_saves(finished_and_said):
     assert re.search(r"temporaries: .* MiB for the full batch .* x less", said)
     assert re.search(r"step 4/4 · loss \d\.\d+ · \S+ tokens/s · weight \d+ · ski", said)
     assert re.search(r"loss: \d\.\d+ to \d\.\d+ nats per byte in 4 steps", said)
-    found = re.search(r"verify: equal to .* losses (\S+), of parameters (\S+) ", said)
+    found = re.search(r"verify: equal to .* losses (\S+), of parameters (\S+)\n", said)
     # Losses of about 5 and parameters of about 1; a few roundings of each.
     assert all(float(difference) < 1e-5 for difference in found.groups())
 
