@@ -17,13 +17,12 @@ from jax import lax
 import jax.numpy as jnp
 import numpy as np
 
-from gradacc_jax import losses, precision, references, splitting
+from gradacc_jax import auxiliary, losses, precision, references, splitting
 from gradacc_jax import window as windows
 from gradacc_jax.splitting import Part
 from gradacc_jax.window import Window
 
 PyTree = Any
-REDUCTIONS = ("mean", "sum", "last", "stack", "concat")
 
 
 def value_and_grad(
@@ -205,11 +204,7 @@ class _Options:
             raise ValueError(
                 f'reduction={self.reduction!r} is not known; choose "mean" or "sum"'
             )
-        for how in jax.tree.leaves(self.aux_reduction):
-            if how not in REDUCTIONS:
-                raise ValueError(
-                    f"aux_reduction={how!r} is not known; choose one of {REDUCTIONS}"
-                )
+        auxiliary.check_reduction(self.aux_reduction)
         taken: dict[int, str] = {}
         for name in ("argnums", "batch_argnums", "key_argnums", "state_argnums"):
             for number in getattr(self, name):
@@ -227,75 +222,14 @@ class _Sums(NamedTuple):
     Attributes:
       grads: the window of the gradients.
       loss: the window of the loss.
-      means: the window of the aux that are averaged, a list.
-      sums: the aux that are summed, a list.
-      last: the aux of the last micro-batch, a list.
+      aux: what is reduced of the aux.
       state: the carried arguments.
     """
 
     grads: Window
     loss: Window
-    means: Window
-    sums: list[jax.Array]
-    last: list[jax.Array]
+    aux: auxiliary.Held
     state: PyTree
-
-
-class _Aux:
-    """The aux, leaf by leaf, with the reduction that each one gets."""
-
-    def __init__(self, aux: PyTree, reduction: PyTree):
-        """Spreads ``reduction`` over the shapes of one micro-batch's ``aux``."""
-        self.tree = jax.tree.structure(aux)
-        self.dtypes = [x.dtype for x in jax.tree.leaves(aux)]
-        try:
-            spread = jax.tree.map(
-                lambda how, tree: jax.tree.map(lambda _: how, tree), reduction, aux
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"aux_reduction={reduction!r} is no pytree prefix of the aux "
-                f"{self.tree}; pass one reduction, or a tree that begins alike"
-            ) from error
-        self.hows = jax.tree.leaves(spread)
-
-    def check(self, aux: PyTree, size: int, named: bool) -> None:
-        for (path, x), how in zip(
-            jax.tree_util.tree_leaves_with_path(aux), self.hows, strict=True
-        ):
-            name = f"aux{jax.tree_util.keystr(path)}"
-            numeric = jnp.issubdtype(x.dtype, jnp.inexact)
-            if how == "mean" and not numeric:
-                raise ValueError(
-                    f"{name} has dtype {x.dtype}, which has no mean; choose the "
-                    'aux_reduction "sum", "last", "stack" or "concat", or cast it'
-                )
-            if how == "mean" and named:
-                raise ValueError(
-                    f'aux_reduction="mean" for {name}: weight_fn gives several '
-                    'weights, and it is not known which one; choose "sum" and divide'
-                )
-            if how == "sum" and not jnp.issubdtype(x.dtype, jnp.number):
-                raise ValueError(
-                    f"{name} has dtype {x.dtype}, which has no sum; cast it to integers"
-                )
-            if how == "concat" and (x.ndim == 0 or x.shape[0] != size):
-                raise ValueError(
-                    f'{name} has shape {x.shape}; for the aux_reduction "concat" its '
-                    f"first axis must be that of the {size} examples"
-                )
-
-    def pick(self, aux: PyTree, *which: str) -> list[Any]:
-        leaves = jax.tree.leaves(aux)
-        return [x for x, how in zip(leaves, self.hows, strict=True) if how in which]
-
-    def assemble(self, results: dict[str, list[Any]]) -> PyTree:
-        queues = {how: iter(leaves) for how, leaves in results.items()}
-        leaves = [
-            next(queues[how]).astype(dtype)
-            for how, dtype in zip(self.hows, self.dtypes, strict=True)
-        ]
-        return jax.tree.unflatten(self.tree, leaves)
 
 
 class _Call:
@@ -344,8 +278,7 @@ class _Call:
         named = weight is not None and not losses.is_leaf(weight)
         _check_terms(loss, weight, named)
         _check_state(state, new_state)
-        self.aux = _Aux(aux, o.aux_reduction)
-        self.aux.check(aux, self.parts[0].size, named)
+        self.aux = auxiliary.Reducer(aux, o.aux_reduction, self.parts[0].size, named)
         # Known beforehand only where terms have denominators of their own.
         self.reciprocals = self.reciprocal_totals() if named else None
 
@@ -365,16 +298,14 @@ class _Call:
         held = _Sums(
             grads=grads,
             loss=windows.empty(scalar, None),
-            means=windows.empty(self.aux.pick(aux, "mean"), jnp.float32),
-            sums=[_wide_zeros(x) for x in self.aux.pick(aux, "sum")],
-            last=[jnp.zeros(x.shape, x.dtype) for x in self.aux.pick(aux, "last")],
+            aux=self.aux.empty(),
             state=jax.tree.map(jnp.asarray, state),
         )
         outs = []
         for part in self.parts:
             held, out = self.loop(part, held)
             outs.append(out)
-        return self.result(held, loss, aux, outs)
+        return self.result(held, loss, outs)
 
     def loop(self, part: Part, held: _Sums) -> tuple[_Sums, list[jax.Array]]:
         body = functools.partial(self.step, part)
@@ -442,26 +373,18 @@ class _Call:
             )
         if shares is not None:
             loss = _total(loss, shares)
+        held_aux, out = self.aux.add(held.aux, aux, weight)
         added = _Sums(
             grads=Window(
                 total, windows.weighed(held.grads.weight, weight, first=False)
             ),
             loss=windows.add(held.loss, loss, weight, first=False, weighted=weighted),
-            means=windows.add(
-                held.means, self.aux.pick(aux, "mean"), weight, first=False
-            ),
-            sums=[
-                total + x.astype(total.dtype)
-                for total, x in zip(held.sums, self.aux.pick(aux, "sum"), strict=True)
-            ],
-            last=self.aux.pick(aux, "last"),
+            aux=held_aux,
             state=state,
         )
-        return added, self.aux.pick(aux, "stack", "concat")
+        return added, out
 
-    def result(
-        self, held: _Sums, loss: PyTree, aux: PyTree, outs: list[list[jax.Array]]
-    ) -> Any:
+    def result(self, held: _Sums, loss: PyTree, outs: list[list[jax.Array]]) -> Any:
         o = self.options
         divides = self.reciprocals is None and (
             o.reduction == "mean" or o.weight_fn is not None
@@ -469,25 +392,7 @@ class _Call:
         grads = windows.close(held.grads, self.wrt, mean=divides)
         value = windows.average(held.loss) if divides else held.loss.total
         value = value.astype(jax.tree.leaves(loss)[0].dtype)
-        by_leaf = list(zip(*outs))
-        hows = [how for how in self.aux.hows if how in ("stack", "concat")]
-        aux = self.aux.assemble(
-            {
-                "mean": windows.average(held.means),
-                "sum": held.sums,
-                "last": held.last,
-                "stack": [
-                    jnp.concatenate(x)
-                    for x, how in zip(by_leaf, hows)
-                    if how == "stack"
-                ],
-                "concat": [
-                    splitting.joined(x)
-                    for x, how in zip(by_leaf, hows)
-                    if how == "concat"
-                ],
-            }
-        )
+        aux = self.aux.result(held.aux, outs)
         grads = grads[0] if o.single else grads
         if not o.state_argnums:
             return ((value, aux) if o.has_aux else value), grads
@@ -559,11 +464,6 @@ def _total(terms: PyTree, shares: PyTree) -> jax.Array:
         lambda x, s: jnp.where(s == 0, 0, s * x.astype(s.dtype)), terms, shares
     )
     return functools.reduce(operator.add, jax.tree.leaves(counted))
-
-
-def _wide_zeros(x: Any) -> jax.Array:
-    wide = precision.working_dtype(x.dtype) if precision.has_gradient(x) else x.dtype
-    return jnp.zeros(x.shape, wide)
 
 
 def _numbers(name: str, numbers: Any) -> tuple[int, ...]:

@@ -35,6 +35,7 @@ ROWS = (
     {"training"},
     {"averaging", "contrastive", "equivalence", "monitoring"},
     {"accumulation", "microbatching"},
+    {"auxiliary"},
     {"window"},
     {"references", "splitting", "reduction", "checkpointing"},
     {"precision", "losses"},
