@@ -14,6 +14,7 @@ from gradacc_jax.accumulation import (
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.microbatching import grad, value_and_grad
+from gradacc_jax.statistics import rescale_momentum
 from gradacc_jax.training import StepMetrics, train_step
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "parameter_ema",
     "process",
     "raise_if_skipping",
+    "rescale_momentum",
     "train_step",
     "value_and_grad",
 ]

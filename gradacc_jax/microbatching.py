@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
 from gradacc_jax import auxiliary, losses, precision, references, splitting
 from gradacc_jax import window as windows
@@ -23,6 +22,7 @@ from gradacc_jax.splitting import Part
 from gradacc_jax.window import Window
 
 PyTree = Any
+ROLES = ("argnums", "batch_argnums", "key_argnums", "state_argnums")
 
 
 def value_and_grad(
@@ -102,28 +102,26 @@ def value_and_grad(
       >>> print(value, grad)
       7.5 -3.0
     """
-    options = _Options(
-        argnums=_numbers("argnums", argnums),
-        single=isinstance(argnums, int),
+    options = Options(
+        argnums=argnums,
         has_aux=has_aux,
-        num_microbatches=_count("num_microbatches", num_microbatches),
-        microbatch_size=_count("microbatch_size", microbatch_size),
-        batch_argnums=_numbers("batch_argnums", batch_argnums),
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        batch_argnums=batch_argnums,
         batch_axis=batch_axis,
         weight_fn=weight_fn,
         reduction=reduction,
         aux_reduction=aux_reduction,
-        key_argnums=_numbers("key_argnums", key_argnums),
-        state_argnums=_numbers("state_argnums", state_argnums),
-        single_state=isinstance(state_argnums, int),
-        accumulator_dtype=precision.check_dtype("accumulator_dtype", accumulator_dtype),
+        key_argnums=key_argnums,
+        state_argnums=state_argnums,
+        accumulator_dtype=accumulator_dtype,
         unroll=unroll,
     )
-    options.check()
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _Call(options, functools.partial(fun, **kwargs), args).run()
+        call = Call(options, functools.partial(fun, **kwargs), args)
+        return call.result(call.accumulated())
 
     return run
 
@@ -164,33 +162,37 @@ def grad(
     return run
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The arguments of :func:`value_and_grad`, each in one form."""
+@dataclasses.dataclass
+class Options:
+    """The arguments of :func:`value_and_grad`, checked, and each in one form."""
 
-    argnums: tuple[int, ...]
-    single: bool
-    has_aux: bool
-    num_microbatches: Any
-    microbatch_size: Any
-    batch_argnums: tuple[int, ...]
-    batch_axis: PyTree
-    weight_fn: Callable[..., PyTree] | None
-    reduction: str
-    aux_reduction: PyTree
-    key_argnums: tuple[int, ...]
-    state_argnums: tuple[int, ...]
-    single_state: bool
-    accumulator_dtype: np.dtype | None
-    unroll: int
+    argnums: Any = 0
+    has_aux: bool = False
+    num_microbatches: Any = None
+    microbatch_size: Any = None
+    batch_argnums: Any = 1
+    batch_axis: PyTree = 0
+    weight_fn: Callable[..., PyTree] | None = None
+    reduction: str = "mean"
+    aux_reduction: PyTree = "mean"
+    key_argnums: Any = ()
+    state_argnums: Any = ()
+    accumulator_dtype: Any = jnp.float32
+    unroll: int = 1
 
-    @property
-    def num_real(self) -> Any:
-        """How many micro-batches are real, where that is known at run time only."""
+    def __post_init__(self) -> None:
+        self.single = isinstance(self.argnums, int)
+        self.single_state = isinstance(self.state_argnums, int)
+        for name in ("num_microbatches", "microbatch_size"):
+            setattr(self, name, splitting.check_count(name, getattr(self, name)))
+        for name in ROLES:
+            setattr(self, name, _numbers(name, getattr(self, name)))
+        self.accumulator_dtype = precision.check_dtype(
+            "accumulator_dtype", self.accumulator_dtype
+        )
+        # How many micro-batches are real, where that is known at run time only.
         traced = isinstance(self.num_microbatches, jax.Array)
-        return self.num_microbatches if traced else None
-
-    def check(self) -> None:
+        self.num_real = self.num_microbatches if traced else None
         if self.num_microbatches is None and self.microbatch_size is None:
             raise ValueError(
                 "num_microbatches=None and microbatch_size=None; give one of them"
@@ -206,7 +208,7 @@ class _Options:
             )
         auxiliary.check_reduction(self.aux_reduction)
         taken: dict[int, str] = {}
-        for name in ("argnums", "batch_argnums", "key_argnums", "state_argnums"):
+        for name in ROLES:
             for number in getattr(self, name):
                 if number in taken:
                     raise ValueError(
@@ -216,7 +218,7 @@ class _Options:
                 taken[number] = name
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """What the loop over micro-batches carries.
 
     Attributes:
@@ -232,11 +234,27 @@ class _Sums(NamedTuple):
     state: PyTree
 
 
-class _Call:
+class Accumulated(NamedTuple):
+    """What the loop over all micro-batches left.
+
+    Attributes:
+      held: what it carried.
+      outs: for each size of micro-batches, the aux that are kept of each.
+      dtype: the loss's.
+      divides: whether the sums are still to be divided by the weights.
+    """
+
+    held: Sums
+    outs: list[list[jax.Array]]
+    dtype: Any
+    divides: bool
+
+
+class Call:
     """One call of the function: its arguments in their roles, and the loop."""
 
     def __init__(
-        self, options: _Options, fun: Callable[..., Any], args: tuple[Any, ...]
+        self, options: Options, fun: Callable[..., Any], args: tuple[Any, ...]
     ):
         self.options = o = options
         self.fun = fun
@@ -267,7 +285,8 @@ class _Call:
             o.microbatch_size,
         )
 
-    def run(self) -> Any:
+    def accumulated(self) -> Accumulated:
+        """The loop: what all micro-batches together give, not yet divided."""
         o = self.options
         state = self._args(o.state_argnums)
         sample = jax.eval_shape(lambda: self.micro_batch(self.parts[0], 0))
@@ -295,7 +314,7 @@ class _Call:
             weighted,
         )
         scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
-        held = _Sums(
+        held = Sums(
             grads=grads,
             loss=windows.empty(scalar, None),
             aux=self.aux.empty(),
@@ -305,9 +324,11 @@ class _Call:
         for part in self.parts:
             held, out = self.loop(part, held)
             outs.append(out)
-        return self.result(held, loss, outs)
+        # Known beforehand, terms with denominators of their own are divided already.
+        divides = not named and (o.reduction == "mean" or o.weight_fn is not None)
+        return Accumulated(held, outs, jax.tree.leaves(loss)[0].dtype, divides)
 
-    def loop(self, part: Part, held: _Sums) -> tuple[_Sums, list[jax.Array]]:
+    def loop(self, part: Part, held: Sums) -> tuple[Sums, list[jax.Array]]:
         body = functools.partial(self.step, part)
         if part.count == 1:
             held, out = body(held, jnp.zeros((), jnp.int32))
@@ -316,23 +337,21 @@ class _Call:
         return lax.scan(body, held, jnp.arange(part.count), unroll=unroll)
 
     def step(
-        self, part: Part, held: _Sums, i: jax.Array
-    ) -> tuple[_Sums, list[jax.Array]]:
+        self, part: Part, held: Sums, i: jax.Array
+    ) -> tuple[Sums, list[jax.Array]]:
         """One micro-batch added, if it is real."""
         add = functools.partial(self.add, part)
         num_real = self.options.num_real
         if num_real is None:
             return add(held, i)
 
-        def leave_out(held: _Sums, i: jax.Array) -> tuple[_Sums, list[jax.Array]]:
+        def leave_out(held: Sums, i: jax.Array) -> tuple[Sums, list[jax.Array]]:
             _, out = jax.eval_shape(add, held, i)
             return held, [jnp.zeros(x.shape, x.dtype) for x in out]
 
         return lax.cond(part.first + i < num_real, add, leave_out, held, i)
 
-    def add(
-        self, part: Part, held: _Sums, i: jax.Array
-    ) -> tuple[_Sums, list[jax.Array]]:
+    def add(self, part: Part, held: Sums, i: jax.Array) -> tuple[Sums, list[jax.Array]]:
         micro = self.micro_batch(part, i)
         weight = self.weight(part, micro)
         index = part.first + i
@@ -374,7 +393,7 @@ class _Call:
         if shares is not None:
             loss = _total(loss, shares)
         held_aux, out = self.aux.add(held.aux, aux, weight)
-        added = _Sums(
+        added = Sums(
             grads=Window(
                 total, windows.weighed(held.grads.weight, weight, first=False)
             ),
@@ -384,15 +403,13 @@ class _Call:
         )
         return added, out
 
-    def result(self, held: _Sums, loss: PyTree, outs: list[list[jax.Array]]) -> Any:
-        o = self.options
-        divides = self.reciprocals is None and (
-            o.reduction == "mean" or o.weight_fn is not None
-        )
-        grads = windows.close(held.grads, self.wrt, mean=divides)
-        value = windows.average(held.loss) if divides else held.loss.total
-        value = value.astype(jax.tree.leaves(loss)[0].dtype)
-        aux = self.aux.result(held.aux, outs)
+    def result(self, found: Accumulated) -> Any:
+        """What :func:`value_and_grad` returns."""
+        o, held = self.options, found.held
+        grads = windows.close(held.grads, self.wrt, mean=found.divides)
+        value = windows.average(held.loss) if found.divides else held.loss.total
+        value = value.astype(found.dtype)
+        aux = self.aux.result(held.aux, found.outs)
         grads = grads[0] if o.single else grads
         if not o.state_argnums:
             return ((value, aux) if o.has_aux else value), grads
@@ -474,25 +491,6 @@ def _numbers(name: str, numbers: Any) -> tuple[int, ...]:
                 f"{name}={numbers!r}: expected positions of arguments, counted from 0"
             )
     return given
-
-
-def _count(name: str, count: Any) -> Any:
-    """A number of things: None, a Python int, or a traced integer scalar."""
-    if count is None:
-        return None
-    if isinstance(count, jax.core.Tracer):
-        if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
-            return count
-    elif not isinstance(count, bool):
-        try:
-            number = operator.index(count)
-        except TypeError:
-            pass
-        else:
-            if number >= 1:
-                return number
-            raise ValueError(f"{name}={number} is less than 1; choose at least 1")
-    raise ValueError(f"{name}={count!r} is not an integer; choose at least 1")
 
 
 def _check_key(number: int, key: Any) -> None:

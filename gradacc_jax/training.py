@@ -1,18 +1,30 @@
 """One jitted, donated training step: the form most people should use.
 
-A call differentiates the loss on what it is given and makes one micro-step of ``tx``.
-With ``tx = accumulate(opt, k)`` that is one micro-batch, and every k-th call moves the
-parameters; with a plain optimizer every call does.
+A call differentiates the loss on what it is given, in one pass or in micro-batches one
+after the other, and makes one micro-step of ``tx``. With ``tx = accumulate(opt, k)``
+every k-th call moves the parameters; with a plain optimizer every call does.
 """
 
 from collections.abc import Callable
+import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple, TypeGuard
+import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from gradacc_jax import losses, precision, references
+from gradacc_jax import (
+    auxiliary,
+    losses,
+    microbatching,
+    precision,
+    references,
+    splitting,
+)
 from gradacc_jax import window as windows
 from gradacc_jax.accumulation import (
     AccumulateState,
@@ -27,7 +39,7 @@ from gradacc_jax.window import Window
 
 PyTree = Any
 LossFn = Callable[..., Any]
-WeightFn = Callable[[PyTree], jax.Array]
+WeightFn = Callable[[PyTree], PyTree]
 
 
 class StepMetrics(NamedTuple):
@@ -38,10 +50,12 @@ class StepMetrics(NamedTuple):
         closed, the loss of the full batch.
       grad_norm: the global norm of the window's mean gradient where this call gave it
         to the inner optimizer, else 0.
-      weight: the sum of weights in the window so far.
+      weight: the sum of weights in the window so far. Without a ``weight_fn`` a call
+        weighs 1; with one that returns a dict it is a dict.
       emitted: whether this call closed a window.
       skipped: how many micro-batches (or windows) were skipped since the beginning.
-      aux: what the loss function returned beside the loss, of this micro-batch.
+      aux: what the loss function returned beside the loss in this call; with several
+        micro-batches in a call, reduced as ``aux_reduction`` says.
     """
 
     loss: jax.Array
@@ -52,48 +66,106 @@ class StepMetrics(NamedTuple):
     aux: PyTree
 
 
+@dataclasses.dataclass(frozen=True)
+class StepOptions:
+    """The options that all forms of the training step share; see :func:`train_step`."""
+
+    num_microbatches: int = 1
+    microbatch_size: int | None = None
+    batch_axis: PyTree = 0
+    has_aux: bool = False
+    weight_fn: WeightFn | None = None
+    loss_reduction: str | None = None
+    aux_reduction: PyTree = "mean"
+    unroll: int = 1
+
+    def __post_init__(self) -> None:
+        k = splitting.check_count("num_microbatches", self.num_microbatches)
+        size = splitting.check_count("microbatch_size", self.microbatch_size)
+        if k is None:
+            raise ValueError("num_microbatches=None; choose at least 1")
+        object.__setattr__(self, "num_microbatches", k)
+        object.__setattr__(self, "microbatch_size", size)
+        if self.loss_reduction not in (None, "mean", "sum"):
+            raise ValueError(
+                f"loss_reduction={self.loss_reduction!r} is not known; choose "
+                '"mean" or "sum"'
+            )
+        auxiliary.check_reduction(self.aux_reduction)
+
+
 def train_step(
     loss_fn: LossFn,
     tx: optax.GradientTransformation,
     *,
+    num_microbatches: int = 1,
+    microbatch_size: int | None = None,
+    batch_axis: PyTree = 0,
     has_aux: bool = False,
     weight_fn: WeightFn | None = None,
+    loss_reduction: str | None = None,
+    aux_reduction: PyTree = "mean",
+    unroll: int = 1,
     donate: bool = True,
 ) -> Callable[..., tuple[PyTree, PyTree, StepMetrics]]:
     """Compiles a loss and an optimizer into one training step.
 
     The step is ``step(params, state, batch, key=None, *, emit=None) -> (params, state,
-    metrics)``. With ``tx = accumulate(opt, k)``, ``batch`` is one micro-batch and every
-    k-th call is an optimizer step; with a plain ``opt``, ``batch`` is the whole batch.
+    metrics)``. There are two ways to accumulate:
+
+    - across calls: with ``tx = accumulate(opt, k)``, ``batch`` is one micro-batch and
+      every k-th call is an optimizer step;
+    - in one call: with a plain ``tx`` and ``num_microbatches=k`` (or a
+      ``microbatch_size``), ``batch`` is the global batch, which is split inside the
+      program (:func:`gradacc_jax.value_and_grad`), and every call is an optimizer step.
+
+    Both at once multiply, and a warning says what the global batch then is. Neither of
+    them makes a plain step on the whole batch.
 
     With a bare :func:`accumulate`, whose sums have the parameters' dtypes, the backward
     pass adds its gradients straight into ``state.acc_grads``: a micro-step holds no
     gradient tree. Elsewhere gradients are made and then added; same values: inside
     ``chain`` or ``partition``, with ``skip_nonfinite="micro_batch"``, and with weights
     where the loss has a ``custom_vjp`` or float16 in it, since the weight is the loss's
-    cotangent in place, which the one might clip and the other overflow.
+    cotangent in place, which the one might clip and the other overflow. In one call the
+    sums are temporaries of the program, as large as the parameters in at least float32.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)`` returning
         the loss, a real scalar, or ``(loss, aux)``. The loss is the mean over the
-        micro-batch's loss terms (their sum, if ``tx`` has ``loss_reduction="sum"``).
+        micro-batch's loss terms.
       tx: the optimizer.
+      num_microbatches: into how many micro-batches a call's batch is split.
+      microbatch_size: or how many examples each of them has (the last has what is
+        left).
+      batch_axis: the examples' axis: an integer, or a pytree prefix of the batch; None
+        marks what is not batched.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       weight_fn: from the batch to its number of loss terms, a scalar such as the number
-        of tokens that are not padding. Without it every micro-batch weighs the same.
+        of tokens that are not padding. Without it every call weighs the same, and so
+        does every example within a call. In one call it may return a dict, for a loss
+        of several means with denominators of their own (``loss_fn`` then returns a dict
+        of the same keys). A step of weight 0 changes no parameter.
+      loss_reduction: "sum" if the loss is a sum over its terms, else "mean"; None takes
+        that of ``accumulate``. A sum is divided by the weights if there is a
+        ``weight_fn``.
+      aux_reduction: what becomes of the aux of a call's micro-batches, as for
+        :func:`gradacc_jax.value_and_grad`.
+      unroll: how many micro-batches a turn of the loop handles.
       donate: whether parameters and state are updated in place. The arguments are then
         gone after the call: copy what is to be kept, ``jax.tree.map(jnp.copy, p)``.
 
     Returns:
       The step, a ``jax.jit`` function. Its ``key`` is folded with the number of the
-      micro-batch in its window, so that one key may serve a whole window. ``emit=True``
-      closes a window early, ``emit=False`` keeps it open, None leaves it to the count:
-      at the end of an epoch write ``emit=True if last else None``. Each of the three
-      compiles a program of its own.
+      micro-batch in its window, so that one key may serve a whole window: micro-batch i
+      draws the same numbers across calls and in one. ``emit=True`` closes a window
+      early, ``emit=False`` keeps it open, None leaves it to the count: at the end of an
+      epoch write ``emit=True if last else None``. Each of the three compiles a program
+      of its own.
 
     Raises:
-      ValueError: when tracing, for a loss that is not a real scalar, or a ``tx`` with
-        more than one accumulator.
+      ValueError: when tracing, for a loss that is not a real scalar, a batch that
+        cannot be split, or a ``tx`` with more than one accumulator.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -109,7 +181,26 @@ def train_step(
       ...     print(w, metrics.loss, metrics.emitted)
       0.0 1.0 False
       2.0 7.0 True
+
+      The same in one call:
+
+      >>> tx = optax.sgd(0.5)
+      >>> step = train_step(loss_fn, tx, num_microbatches=3)
+      >>> w = jnp.array(0.0)
+      >>> w, _, metrics = step(w, tx.init(w), jnp.array([1.0, 1.0, 1.0, 5.0]))
+      >>> print(w, metrics.loss, metrics.emitted)
+      2.0 7.0 True
     """
+    options = StepOptions(
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        batch_axis=batch_axis,
+        has_aux=has_aux,
+        weight_fn=weight_fn,
+        loss_reduction=loss_reduction,
+        aux_reduction=aux_reduction,
+        unroll=unroll,
+    )
 
     def step(
         params: PyTree,
@@ -119,17 +210,18 @@ def train_step(
         *,
         emit: bool | None = None,
     ) -> tuple[PyTree, PyTree, StepMetrics]:
-        return micro_step(
-            loss_fn,
+        params, state, _, metrics = micro_step(
+            stateless(loss_fn, has_aux),
             tx,
             params,
             state,
+            (),
             batch,
             key,
-            has_aux=has_aux,
-            weight_fn=weight_fn,
+            options=options,
             emit=emit,
         )
+        return params, state, metrics
 
     return jax.jit(
         step, static_argnames=("emit",), donate_argnums=(0, 1) if donate else ()
@@ -141,14 +233,30 @@ def micro_step(
     tx: optax.GradientTransformation,
     params: PyTree,
     state: PyTree,
+    carried: PyTree,
     batch: PyTree,
     key: jax.Array | None = None,
     *,
-    has_aux: bool = False,
-    weight_fn: WeightFn | None = None,
+    options: StepOptions,
     emit: bool | None = None,
-) -> tuple[PyTree, PyTree, StepMetrics]:
-    """The body of :func:`train_step`, to be traced inside a ``jit`` of one's own."""
+) -> tuple[PyTree, PyTree, PyTree, StepMetrics]:
+    """The body of :func:`train_step`, with state that the model carries.
+
+    Args:
+      loss_fn: ``loss_fn(params, carried, batch)``, or with a key behind, returning
+        ``(loss, (carried, aux))``.
+      tx: the optimizer.
+      params: the parameters.
+      state: the optimizer's state.
+      carried: what goes from one micro-batch to the next, such as batch statistics.
+      batch: one micro-batch, or the batch that is split into several.
+      key: None, or what is folded with the micro-batch's number.
+      options: as for :func:`train_step`.
+      emit: as for a step.
+
+    Returns:
+      The new ``(params, state, carried, metrics)``.
+    """
     _check_no_multi_steps(state)
     found = accumulators(state)
     if len(found) > 1:
@@ -163,7 +271,16 @@ def micro_step(
             f"emit={emit} is for an accumulator, and tx holds none; wrap the optimizer "
             "in accumulate(opt, k)"
         )
-    weight = None if weight_fn is None else weight_fn(batch)
+    options = _resolved(options, tx)
+    if _in_parts(options, batch, found):
+        if found:
+            _warn_of_both(tx, options, batch)
+        made = _in_one_call(
+            loss_fn, params, carried, batch, key, options, accumulates=bool(found)
+        )
+        return _applied(tx, params, state, made, emit)
+
+    weight = None if options.weight_fn is None else options.weight_fn(batch)
     check_weight(weight)
     if isinstance(tx, AccumulateTransformation):
         # Gradients will be like the parameters.
@@ -171,31 +288,215 @@ def micro_step(
     weight = None if weight is None else jnp.asarray(weight)
 
     def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
-        out = loss_fn(params, batch) if key is None else loss_fn(params, batch, key)
-        return losses.loss_and_aux(out, has_aux)
+        keys = () if key is None else (key,)
+        value, rest = loss_fn(params, carried, batch, *keys)
+        losses.check_loss(value)
+        return value, rest
 
-    norm: Any = None
-    runs: Any
-    if _in_place(tx, loss, params, state, weight):
-        value, aux, added, runs = _added_in_place(tx, loss, params, state, weight, emit)
-        # Whatever reads the parameters has done so before they are updated in place:
-        # else XLA keeps a copy of those that only the loss or aux read (a weight
-        # penalty, say). The same below.
-        params, value, aux = jax.lax.optimization_barrier((params, value, aux))
-        # The gradient's dtypes are the sums'.
-        params, state = close(tx, params, added, added.acc_grads, runs, value=value)
-    else:
-        (value, aux), grads = jax.value_and_grad(loss, has_aux=True, allow_int=True)(
-            params
-        )
-        params, value, aux = jax.lax.optimization_barrier((params, value, aux))
+    if not _in_place(tx, loss, params, state, weight):
+        (value, (carried, aux)), grads = jax.value_and_grad(
+            loss, has_aux=True, allow_int=True
+        )(params)
         norm = _global_norm(grads)
+        made = _Gradients(grads, norm, value, weight, carried, aux)
+        return _applied(tx, params, state, made, emit)
+
+    value, rest, added, runs = _added_in_place(tx, loss, params, state, weight, emit)
+    params, value, (carried, aux) = _after_reading(params, value, rest)
+    # The gradient's dtypes are the sums'.
+    params, state = close(tx, params, added, added.acc_grads, runs, value=value)
+    return params, state, carried, _metrics(state, value, None, weight, aux, runs)
+
+
+def stateless(loss_fn: LossFn, has_aux: bool) -> LossFn:
+    """The user's loss in the form that :func:`micro_step` takes."""
+
+    @functools.wraps(loss_fn)
+    def loss(params: PyTree, carried: PyTree, *args: Any) -> tuple[Any, PyTree]:
+        value, aux = losses.pair_of(loss_fn(params, *args), has_aux)
+        return value, (carried, aux)
+
+    return loss
+
+
+def _resolved(options: StepOptions, tx: optax.GradientTransformation) -> StepOptions:
+    """The options with the reduction of the loss that ``tx`` asks for."""
+    asked = options.loss_reduction
+    if isinstance(tx, AccumulateTransformation):
+        of_tx = "sum" if tx.options.terms_are_sums else "mean"
+        if asked not in (None, of_tx):
+            raise ValueError(
+                f"loss_reduction={asked!r} but tx = accumulate(..., loss_reduction="
+                f"{of_tx!r}); pass the same to both"
+            )
+        asked = of_tx
+    return dataclasses.replace(options, loss_reduction=asked or "mean")
+
+
+def _in_parts(
+    options: StepOptions, batch: PyTree, found: list[AccumulateState]
+) -> bool:
+    """Whether a call is more than one pass over its batch, or needs a division."""
+    weights = None
+    if options.weight_fn is not None:
+        weights = jax.eval_shape(options.weight_fn, batch)
+    named = weights is not None and not losses.is_leaf(weights)
+    if named and found:
+        raise ValueError(
+            f"weight_fn returned {jax.tree.structure(weights)}, and an accumulator "
+            "has one weight; give several to a plain optimizer and num_microbatches=k"
+        )
+    divides = options.loss_reduction == "sum" and weights is not None and not found
+    several = options.num_microbatches > 1 or options.microbatch_size is not None
+    return several or named or divides
+
+
+class _Gradients(NamedTuple):
+    """What a call's batch gives, before anything is applied."""
+
+    grads: PyTree
+    norm: jax.Array
+    value: jax.Array
+    weight: PyTree
+    carried: PyTree
+    aux: PyTree
+
+
+def _in_one_call(
+    loss_fn: LossFn,
+    params: PyTree,
+    carried: PyTree,
+    batch: PyTree,
+    key: jax.Array | None,
+    options: StepOptions,
+    *,
+    accumulates: bool,
+) -> _Gradients:
+    """What a batch gives, one micro-batch after the other."""
+    leaves, tree = jax.tree.flatten(params)
+    trained = [x for x in leaves if precision.has_gradient(x)]
+
+    def merged(trained: list[Any]) -> PyTree:
+        given = iter(trained)
+        return jax.tree.unflatten(
+            tree, [next(given) if precision.has_gradient(x) else x for x in leaves]
+        )
+
+    def loss(trained: list[Any], batch: PyTree, carried: PyTree, *key: Any) -> Any:
+        value, (carried, aux) = loss_fn(merged(trained), carried, batch, *key)
+        return value, (carried, (_weights(options.weight_fn, batch), aux))
+
+    # Sums are divided by the accumulator, when its window closes.
+    left_to_tx = accumulates and options.loss_reduction == "sum"
+    settings = microbatching.Options(
+        has_aux=True,
+        num_microbatches=(
+            None
+            if options.num_microbatches == 1 and options.microbatch_size is not None
+            else options.num_microbatches
+        ),
+        microbatch_size=options.microbatch_size,
+        batch_axis=options.batch_axis,
+        weight_fn=None if left_to_tx else options.weight_fn,
+        reduction=options.loss_reduction or "mean",
+        aux_reduction=("sum", options.aux_reduction),
+        state_argnums=2,
+        key_argnums=() if key is None else 3,
+        unroll=options.unroll,
+    )
+    args = (trained, batch, carried) if key is None else (trained, batch, carried, key)
+    call = microbatching.Call(settings, loss, args)
+    found = call.accumulated()
+    # Taken of the sums: of the mean, read twice then, XLA would make an array.
+    total, total_weight = found.held.grads
+    norm = _global_norm(total)
+    if found.divides:
+        norm = norm / jnp.where(total_weight == 0, 1, total_weight)
+    (value, (carried, (weight, aux))), grads = call.result(found)
+    given = iter(grads)
+    grads = [
+        next(given)
+        if precision.has_gradient(x)
+        else np.zeros(jnp.shape(x), jax.dtypes.float0)
+        for x in leaves
+    ]
+    grads = jax.tree.unflatten(tree, grads)
+    return _Gradients(grads, norm, value, weight, carried, aux)
+
+
+def _applied(
+    tx: optax.GradientTransformation,
+    params: PyTree,
+    state: PyTree,
+    made: _Gradients,
+    emit: bool | None,
+) -> tuple[PyTree, PyTree, PyTree, StepMetrics]:
+    """The end of a micro-step that has made its gradients."""
+    params, value, (carried, aux) = _after_reading(
+        params, made.value, (made.carried, made.aux)
+    )
+    weight, found = made.weight, accumulators(state)
+
+    def apply(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         given = {"weight": weight, "emit": emit} if found else {}
-        params, state = apply_gradients(tx, params, state, grads, value=value, **given)
-        runs = emit is not False
-        for held in accumulators(state):
-            runs = runs & held.emitted & (held.acc_weight > 0)
-    return params, state, _metrics(state, value, norm, weight, aux, runs)
+        return apply_gradients(tx, params, state, made.grads, value=value, **given)
+
+    if found or weight is None:
+        params, state = apply(params, state)
+    else:
+        # As in an accumulator's window: no terms, no step.
+        some = [w > 0 for w in jax.tree.leaves(weight)]
+        params, state = jax.lax.cond(
+            functools.reduce(operator.or_, some),
+            apply,
+            lambda params, state: (params, state),
+            params,
+            state,
+        )
+    runs: Any = emit is not False
+    for held in accumulators(state):
+        runs = runs & held.emitted & (held.acc_weight > 0)
+    return params, state, carried, _metrics(state, value, made.norm, weight, aux, runs)
+
+
+def _weights(weight_fn: WeightFn | None, batch: PyTree) -> PyTree:
+    """The weights of a micro-batch as scalars that can be summed."""
+
+    def scalar(weight: Any) -> jax.Array:
+        check_weight(weight)
+        return jnp.asarray(weight).astype(precision.scalar_dtype())
+
+    return None if weight_fn is None else jax.tree.map(scalar, weight_fn(batch))
+
+
+def _after_reading(params: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
+    """The same values, with the parameters after the others.
+
+    Whatever reads the parameters has then done so before they are updated in place:
+    else XLA keeps a copy of those that only the loss or aux read (a weight penalty).
+    """
+    return jax.lax.optimization_barrier((params, *others))
+
+
+def _warn_of_both(
+    tx: optax.GradientTransformation, options: StepOptions, batch: PyTree
+) -> None:
+    """Says the global batch of two accumulations, one in the other."""
+    axes = splitting.batch_axes(batch, options.batch_axis)
+    size = splitting.num_examples(batch, axes)
+    k = tx.options.k if isinstance(tx, AccumulateTransformation) else None
+    if k == 1:
+        return
+    of_window = f"the window's calls of {size} examples each"
+    if isinstance(k, int):
+        of_window = f"{k} calls of {size} examples, {k * size}"
+    warnings.warn(
+        f"num_microbatches={options.num_microbatches} and microbatch_size="
+        f"{options.microbatch_size} split a call's batch, and tx accumulates over "
+        f"calls too: the global batch is {of_window}. If a call is to be a whole "
+        "step, pass the plain optimizer",
+        stacklevel=2,
+    )
 
 
 def _in_place(
@@ -257,7 +558,7 @@ def _metrics(
     state: PyTree,
     value: jax.Array,
     norm: Any,
-    weight: jax.Array | None,
+    weight: PyTree,
     aux: PyTree,
     runs: Any,
 ) -> StepMetrics:
@@ -267,7 +568,11 @@ def _metrics(
         return StepMetrics(
             loss=value,
             grad_norm=norm,
-            weight=one if weight is None else weight.astype(one.dtype),
+            weight=(
+                one
+                if weight is None
+                else jax.tree.map(lambda w: w.astype(one.dtype), weight)
+            ),
             emitted=jnp.ones((), bool),
             skipped=jnp.zeros((), jnp.int32),
             aux=aux,
