@@ -4,17 +4,18 @@ Both count optimizer steps: ``step`` advances when a window is emitted, so a sch
 a checkpoint name that reads it means what it says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax.training import train_state
+from flax.training import dynamic_scale, train_state
 import jax
 import jax.numpy as jnp
 
-from gradacc_jax import losses
+from gradacc_jax import losses, microbatching, precision
 from gradacc_jax.accumulation import apply_gradients
 from gradacc_jax.accumulation.state import accumulators
 from gradacc_jax.training import (
@@ -28,7 +29,13 @@ from gradacc_jax.training import (
 
 PyTree = Any
 
-__all__ = ["Optimizer", "TrainState", "linen_train_step", "nnx_train_step"]
+__all__ = [
+    "DynamicScale",
+    "Optimizer",
+    "TrainState",
+    "linen_train_step",
+    "nnx_train_step",
+]
 
 
 class TrainState(train_state.TrainState):
@@ -352,6 +359,86 @@ def nnx_train_step(
     return nnx.jit(
         step, static_argnames=("emit",), donate_argnums=(0, 1) if donate else ()
     )
+
+
+class DynamicScale(dynamic_scale.DynamicScale):
+    """``flax.training.dynamic_scale.DynamicScale`` for batches in micro-batches.
+
+    In float16 small gradients underflow. The loss is multiplied by a scale, and the
+    gradients divided by it once they are in float32; where that made them overflow,
+    they are to be dropped and the scale is lowered. Across calls Flax's own serves as
+    it is, once per micro-batch: hand on what it found as a weight of 0, or let
+    ``accumulate(..., skip_nonfinite="micro_batch")`` see to it.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from gradacc_jax.flax import DynamicScale
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean((w * x).astype(jnp.float16) ** 2).astype(jnp.float32)
+      >>> scale = DynamicScale(scale=1024.0)
+      >>> scale, is_finite, loss, grad = scale.value_and_grad(
+      ...     loss_fn, num_microbatches=2)(jnp.float32(3), jnp.array([1.0, 2.0]))
+      >>> print(is_finite, loss, grad, scale.scale)
+      True 22.5 15.0 1024.0
+    """
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: str | None = None,
+        **options: Any,
+    ) -> Callable[..., dynamic_scale.DynamicScaleResult]:
+        """As Flax's; with options, :func:`gradacc_jax.value_and_grad` of a scaled loss.
+
+        Args:
+          fun: the loss, or ``(loss, aux)``.
+          argnums: which arguments to differentiate.
+          has_aux: whether ``fun`` returns aux.
+          axis_name: as in Flax, without options.
+          **options: ``num_microbatches``, ``weight_fn``, ... All micro-batches of a
+            call have one scale.
+
+        Returns:
+          A function that returns ``(dynamic_scale, is_finite, value, grads)``, the
+          gradients in float32. Where ``is_finite`` is False keep the parameters.
+        """
+        flax_form = super().value_and_grad
+        if not options:
+            return flax_form(fun, argnums, has_aux, axis_name)
+        if axis_name is not None:
+            raise ValueError(
+                f"axis_name={axis_name!r} is for Flax's own form; leave it out beside "
+                f"{', '.join(options)}"
+            )
+        pairs = has_aux or options.get("state_argnums", ()) != ()
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            value, rest = losses.pair_of(fun(*args, **kwargs), pairs)
+            value = jax.tree.map(lambda x: self.scale * x.astype(jnp.float32), value)
+            return (value, rest) if pairs else value
+
+        both = microbatching.value_and_grad(scaled, argnums, has_aux, **options)
+
+        @functools.wraps(fun)
+        def run(*args: Any, **kwargs: Any) -> dynamic_scale.DynamicScaleResult:
+            out, grads = both(*args, **kwargs)
+            value, rest = losses.pair_of(out, pairs)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / self.scale, grads)
+            finite = precision.all_finite(grads)
+
+            # Flax's rule for the next scale, from one number that is finite if all are.
+            def stand_in(x: jax.Array) -> jax.Array:
+                return x * jnp.where(finite, jnp.float32(1), jnp.float32(jnp.nan))
+
+            new = flax_form(stand_in)(jnp.float32(1)).dynamic_scale
+            value = value / self.scale
+            return dynamic_scale.DynamicScaleResult(
+                new, finite, (value, rest) if pairs else value, grads
+            )
+
+        return run
 
 
 def _next_step(step: Any, opt_state: PyTree) -> jax.Array:
