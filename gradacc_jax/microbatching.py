@@ -16,7 +16,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from gradacc_jax import auxiliary, losses, precision, references, splitting
+from gradacc_jax import arguments, auxiliary, losses, precision, references, splitting
 from gradacc_jax import window as windows
 from gradacc_jax.splitting import Part
 from gradacc_jax.window import Window
@@ -184,9 +184,9 @@ class Options:
         self.single = isinstance(self.argnums, int)
         self.single_state = isinstance(self.state_argnums, int)
         for name in ("num_microbatches", "microbatch_size"):
-            setattr(self, name, splitting.check_count(name, getattr(self, name)))
+            setattr(self, name, arguments.count(name, getattr(self, name)))
         for name in ROLES:
-            setattr(self, name, _numbers(name, getattr(self, name)))
+            setattr(self, name, arguments.positions(name, getattr(self, name)))
         self.accumulator_dtype = precision.check_dtype(
             "accumulator_dtype", self.accumulator_dtype
         )
@@ -207,15 +207,7 @@ class Options:
                 f'reduction={self.reduction!r} is not known; choose "mean" or "sum"'
             )
         auxiliary.check_reduction(self.aux_reduction)
-        taken: dict[int, str] = {}
-        for name in ROLES:
-            for number in getattr(self, name):
-                if number in taken:
-                    raise ValueError(
-                        f"argument {number} is in {taken[number]} and in {name}; an "
-                        "argument has one role"
-                    )
-                taken[number] = name
+        arguments.check_roles({name: getattr(self, name) for name in ROLES})
 
 
 class Sums(NamedTuple):
@@ -259,12 +251,9 @@ class Call:
         self.options = o = options
         self.fun = fun
         self.args = args
-        needed = max(*o.argnums, *o.batch_argnums, *o.key_argnums, *o.state_argnums, 0)
-        if needed >= len(args):
-            raise ValueError(
-                f"argument {needed} has a role, but there are {len(args)} positional "
-                "arguments; pass it by position"
-            )
+        arguments.check_given(
+            (*o.argnums, *o.batch_argnums, *o.key_argnums, *o.state_argnums), args
+        )
         self.wrt = jax.tree.map(jnp.asarray, self._args(o.argnums))
         for leaf in jax.tree.leaves(self.wrt):
             if not precision.has_gradient(leaf):
@@ -273,7 +262,7 @@ class Call:
                     f"{precision.dtype_of(leaf)}, which has none; pass floating numbers"
                 )
         for number in o.key_argnums:
-            _check_key(number, args[number])
+            arguments.check_key(number, args[number])
         self.batch = self._args(o.batch_argnums)
         axis = o.batch_axis
         if len(self.batch) == 1 or not isinstance(axis, tuple):
@@ -296,7 +285,7 @@ class Call:
         weight = jax.eval_shape(lambda m: self.weight(self.parts[0], m), sample)
         named = weight is not None and not losses.is_leaf(weight)
         _check_terms(loss, weight, named)
-        _check_state(state, new_state)
+        arguments.check_state(state, new_state)
         self.aux = auxiliary.Reducer(aux, o.aux_reduction, self.parts[0].size, named)
         # Known beforehand only where terms have denominators of their own.
         self.reciprocals = self.reciprocal_totals() if named else None
@@ -483,26 +472,6 @@ def _total(terms: PyTree, shares: PyTree) -> jax.Array:
     return functools.reduce(operator.add, jax.tree.leaves(counted))
 
 
-def _numbers(name: str, numbers: Any) -> tuple[int, ...]:
-    given = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    for number in given:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(
-                f"{name}={numbers!r}: expected positions of arguments, counted from 0"
-            )
-    return given
-
-
-def _check_key(number: int, key: Any) -> None:
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not ((typed and key.shape == ()) or (dtype == jnp.uint32 and key.ndim == 1)):
-        raise ValueError(
-            f"key_argnums: argument {number} is {type(key).__name__} of dtype {dtype}, "
-            "not one PRNG key; pass jax.random.key(seed)"
-        )
-
-
 def _check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
     if not named:
         losses.check_loss(loss)
@@ -521,24 +490,3 @@ def _check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
         )
     for term in jax.tree.leaves(loss):
         losses.check_loss(term)
-
-
-def _check_state(old: PyTree, new: PyTree) -> None:
-    def described(state: PyTree) -> dict[str, str]:
-        return {
-            jax.tree_util.keystr(path): f"{precision.dtype_of(x)}{list(jnp.shape(x))}"
-            for path, x in jax.tree_util.tree_leaves_with_path(state)
-        }
-
-    before, after = described(old), described(new)
-    tree: Any = jax.tree.structure(old)
-    if tree == jax.tree.structure(new) and before == after:
-        return
-    changed = sorted(
-        path for path in {*before, *after} if before.get(path) != after.get(path)
-    )
-    raise ValueError(
-        "the carried state changes from micro-batch to micro-batch: "
-        + ", ".join(f"{p}: {before.get(p)} -> {after.get(p)}" for p in changed[:4])
-        + "; return it in the structure, shapes and dtypes it came in"
-    )

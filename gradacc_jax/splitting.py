@@ -7,7 +7,6 @@ every device takes its share of every micro-batch from its own examples.
 
 from collections.abc import Sequence
 import dataclasses
-import operator
 from typing import Any
 
 import jax
@@ -34,25 +33,6 @@ class Part:
     count: int
     size: int
     first: int
-
-
-def check_count(name: str, count: Any) -> Any:
-    """A number of things: None, a Python int from 1, or a traced integer scalar."""
-    if count is None:
-        return None
-    if isinstance(count, jax.core.Tracer):
-        if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
-            return count
-    elif not isinstance(count, bool):
-        try:
-            number = operator.index(count)
-        except TypeError:
-            pass
-        else:
-            if number >= 1:
-                return number
-            raise ValueError(f"{name}={number} is less than 1; choose at least 1")
-    raise ValueError(f"{name}={count!r} is not an integer; choose at least 1")
 
 
 def parts(

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 from gradacc_jax import (
+    arguments,
     auxiliary,
     losses,
     microbatching,
@@ -80,8 +81,8 @@ class StepOptions:
     unroll: int = 1
 
     def __post_init__(self) -> None:
-        k = splitting.check_count("num_microbatches", self.num_microbatches)
-        size = splitting.check_count("microbatch_size", self.microbatch_size)
+        k = arguments.count("num_microbatches", self.num_microbatches)
+        size = arguments.count("microbatch_size", self.microbatch_size)
         if k is None:
             raise ValueError("num_microbatches=None; choose at least 1")
         object.__setattr__(self, "num_microbatches", k)

@@ -38,7 +38,7 @@ ROWS = (
     {"auxiliary"},
     {"window"},
     {"references", "splitting", "reduction", "checkpointing"},
-    {"precision", "losses"},
+    {"precision", "losses", "arguments"},
 )
 LEVEL = {room: -i for i, row in enumerate(ROWS) for room in row}
 
