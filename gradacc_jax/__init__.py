@@ -15,7 +15,8 @@ from gradacc_jax.accumulation import (
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.statistics import rescale_momentum
-from gradacc_jax.training import StepMetrics, train_step
+from gradacc_jax.stepping import StepMetrics
+from gradacc_jax.training import train_step
 
 __version__ = "0.1.0"
 

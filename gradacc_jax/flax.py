@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from gradacc_jax import losses, microbatching, precision
 from gradacc_jax.accumulation import apply_gradients
 from gradacc_jax.accumulation.state import accumulators
-from gradacc_jax.training import (
+from gradacc_jax.stepping import (
     LossFn,
     StepMetrics,
     StepOptions,
