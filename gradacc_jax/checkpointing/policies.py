@@ -500,7 +500,17 @@ def _from_function(function: Callable[..., Any]) -> Policy:
         if function is rule:
             return _Rule(kind)
     translated = _translated(function)
+    if translated is None and not _takes_params(function):
+        raise TypeError(
+            f"policy={function!r} does not take what JAX asks a policy: policy(prim, "
+            "*avals, **params); if it makes policies, call it, and pass what it returns"
+        )
     return _Wrapped(function) if translated is None else translated
+
+
+def _takes_params(function: Callable[..., Any]) -> bool:
+    parameters = inspect.signature(function).parameters.values()
+    return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 
 def _translated(function: Callable[..., Any]) -> Policy | None:
