@@ -115,14 +115,16 @@ def function_program(wrap, dtype, scan):
 
     def loss(params):
         def body(x, layer):
-            return block(*layer[:1], x, layer[1], activation="sin")
+            params, key = layer
+            return block(params, x, key, activation="sin")
 
         x, masks = inputs(dtype), []
         if scan:
             x, masks = lax.scan(body, x, (params, layer_keys))
         else:
             for i in range(LAYERS):
-                x, mask = body(x, (jax.tree.map(lambda p: p[i], params), layer_keys[i]))
+                layer = {name: p[i] for name, p in params.items()}
+                x, mask = body(x, (layer, layer_keys[i]))
                 masks.append(mask)
         return mean_square(x), masks
 
@@ -202,6 +204,12 @@ def plain(state):
         return x
 
     return jax.tree.map(leaf, nnx.to_pure_dict(state))
+
+
+def quick(fun, *args):
+    """Runs a compiled ``fun``; no time is spent on making it fast."""
+    options = {"xla_backend_optimization_level": 0}
+    return jax.jit(fun, compiler_options=options)(*args)
 
 
 def residuals(fun, *args):

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 
 from gradacc_jax import policies, remat
-from tests.checkpointing.models import LinenBlock, LinenModel, inputs, residual_bytes
+from tests.checkpointing.models import (
+    LinenBlock,
+    LinenModel,
+    inputs,
+    quick,
+    residual_bytes,
+)
 
 X = inputs()
 with jax.default_prng_impl("unsafe_rbg"):  # as in the tests
@@ -21,21 +27,28 @@ def equal(a, b):
 
 
 def outputs(model, variables, **options):
-    return model.apply(
-        variables,
-        X,
-        True,
-        rngs={"dropout": jax.random.key(2)},
-        mutable=["batch_stats", "intermediates"],
-        **options,
-    )
+    def apply(variables):
+        return model.apply(
+            variables,
+            X,
+            True,
+            rngs={"dropout": jax.random.key(2)},
+            mutable=["batch_stats", "intermediates"],
+            **options,
+        )
+
+    return quick(apply, variables)
+
+
+def init(model):
+    return quick(lambda: model.init(RNGS, X, False))
 
 
 def test_a_trained_model_finds_its_parameters_and_draws_the_same_masks():
     plain = LinenModel()
-    variables = plain.init(RNGS, X, False)
+    variables = init(plain)
     model = LinenModel(remat(LinenBlock))
-    equal(model.init(RNGS, X, False), variables)
+    equal(init(model), variables)
     # Sown values, statistics and captured results: each once.
     options = {"capture_intermediates": True}
     expected, found = (outputs(m, variables, **options) for m in (plain, model))
@@ -52,7 +65,7 @@ def test_the_class_keeps_its_name_and_is_one_for_each_policy():
 
 
 def test_fewer_bytes_are_kept():
-    variables = LinenModel().init(RNGS, X, False)
+    variables = init(LinenModel())
 
     def kept(policy):
         model = LinenModel(remat(LinenBlock, policy=policy))
@@ -126,7 +139,7 @@ def test_an_instance_becomes_an_instance_of_the_subclass():
 
 def test_apply_of_a_model_is_a_function_like_any_other():
     model = LinenModel()
-    variables = model.init(RNGS, X, False)
+    variables = init(model)
     found = remat(model.apply)(variables, X, False)
     np.testing.assert_array_equal(found, model.apply(variables, X, False))
 

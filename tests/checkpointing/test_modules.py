@@ -15,6 +15,7 @@ from tests.checkpointing.models import (
     NnxModel,
     inputs,
     plain,
+    quick,
     residual_bytes,
 )
 
@@ -30,14 +31,21 @@ def equal(a, b):
 
 
 def run(model, variables, **options):
-    return model.apply(
-        variables,
-        X,
-        True,
-        rngs={"dropout": jax.random.key(2)},
-        mutable=["batch_stats", "intermediates"],
-        **options,
-    )
+    def apply(variables):
+        return model.apply(
+            variables,
+            X,
+            True,
+            rngs={"dropout": jax.random.key(2)},
+            mutable=["batch_stats", "intermediates"],
+            **options,
+        )
+
+    return quick(apply, variables)
+
+
+def init(model):
+    return quick(lambda: model.init(RNGS, X, False))
 
 
 def kept(model, variables):
@@ -90,9 +98,9 @@ class ScannedClass(nn.Module):
     ids=lambda x: x if isinstance(x, str) else type(x).__name__,
 )
 def test_a_linen_model_computes_the_same_and_keeps_less(model, match, paths):
-    variables = model.init(RNGS, X, False)
+    variables = init(model)
     new = remat_modules(model, match=match)
-    equal(new.init(RNGS, X, False), variables)
+    equal(init(new), variables)
     expected = run(model, variables, capture_intermediates=True)
     equal(run(new, variables, capture_intermediates=True), expected)
     assert list(new.rematerialised) == paths
@@ -102,7 +110,7 @@ def test_a_linen_model_computes_the_same_and_keeps_less(model, match, paths):
 
 def test_blocks_may_have_policies_of_their_own():
     model = LinenModel()
-    variables = model.init(RNGS, X, False)
+    variables = init(model)
     match = {"LinenBlock_0": "dots", LinenBlock: policies.save_names("hidden")}
     new = remat_modules(model, match=match)
     run(new, variables)
@@ -122,7 +130,7 @@ def test_a_model_that_was_traced_before_keeps_less_all_the_same():
             return x
 
     model = Jitted()
-    variables = model.init(RNGS, X, False)
+    variables = init(model)
     before = kept(model, variables)
     assert kept(remat_modules(model, match=LinenBlock), variables) < before
     assert kept(remat_modules(model), variables) < before
@@ -158,7 +166,7 @@ def test_a_part_of_another_linen_model_works_with_rules():
             return nn.Dense(8)(self.part(x, train))
 
     whole = Whole(LinenModel())
-    variables = whole.init(RNGS, X, False)
+    variables = init(whole)
     new = Whole(remat_modules(LinenModel(), match=LinenBlock))
     equal(run(new, variables), run(whole, variables))
     assert kept(new, variables) < kept(whole, variables)
@@ -167,7 +175,7 @@ def test_a_part_of_another_linen_model_works_with_rules():
 def test_what_matches_nothing_is_an_error_with_what_there_is():
     new = remat_modules(LinenModel(), match="LinenBlok_0")
     with pytest.raises(ValueError, match="did you mean 'LinenBlock_0'"):
-        new.init(RNGS, X, False)
+        init(new)
     with pytest.raises(ValueError, match="no repeated blocks in LinenBlock"):
         remat_modules(LinenBlock()).init(RNGS, X)
     with pytest.raises(ValueError, match="did you mean 'blocks/0'"):
@@ -176,7 +184,7 @@ def test_what_matches_nothing_is_an_error_with_what_there_is():
 
 def test_a_bound_model_and_what_is_no_model_are_refused():
     model = LinenModel()
-    bound = model.bind(model.init(RNGS, X, False))
+    bound = model.bind(init(model))
     with pytest.raises(ValueError, match="bound to variables"):
         remat_modules(bound)
     for other in (LinenModel, lambda x: x):

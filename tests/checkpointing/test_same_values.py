@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gradacc_jax import policies, remat
-from tests.checkpointing.models import PROGRAMS
+from tests.checkpointing.models import PROGRAMS, quick
 
 POLICIES = {
     "full": policies.full,
@@ -28,13 +28,11 @@ CASES += [("bfloat16", name) for name in ("full", "dots", "all but")]
 
 
 def run(kind, dtype, scan, wrap):
-    # What is compared is the program's meaning: no time is spent on making it fast.
-    quick = {"xla_backend_optimization_level": 0}
     # Flax's own layers promote.
     with jax.numpy_dtype_promotion("standard" if kind != "function" else "strict"):
         loss, params = PROGRAMS[kind](wrap, dtype, scan)
-        step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=quick)
-        (value, state), grads = step(params)
+        step = jax.value_and_grad(loss, has_aux=True)
+        (value, state), grads = quick(step, params)
     return params, value, grads, state
 
 
