@@ -13,6 +13,9 @@ from gradacc_jax.accumulation import (
     raise_if_skipping,
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
+from gradacc_jax.checkpointing import policies
+from gradacc_jax.checkpointing.modules import remat_modules
+from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.contrastive import chunked_encode
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.statistics import rescale_momentum
@@ -35,8 +38,11 @@ __all__ = [
     "grad",
     "has_updated",
     "parameter_ema",
+    "policies",
     "process",
     "raise_if_skipping",
+    "remat",
+    "remat_modules",
     "rescale_momentum",
     "train_step",
     "value_and_grad",
