@@ -13,6 +13,7 @@ from gradacc_jax.accumulation import (
     raise_if_skipping,
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
+from gradacc_jax.checkpointing import policies
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.training import StepMetrics, train_step
 
@@ -31,6 +32,7 @@ __all__ = [
     "grad",
     "has_updated",
     "parameter_ema",
+    "policies",
     "process",
     "raise_if_skipping",
     "train_step",

@@ -1,0 +1,1 @@
+"""Rematerialisation: which values the forward pass keeps, and which it makes again."""
