@@ -14,6 +14,12 @@ from gradacc_jax.accumulation import (
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.checkpointing import policies
+from gradacc_jax.checkpointing.residuals import (
+    Residual,
+    ResidualReport,
+    residual_report,
+)
+from gradacc_jax.checkpointing.sequence import remat_sequence
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.training import StepMetrics, train_step
 
@@ -23,6 +29,8 @@ __all__ = [
     "AccumulateState",
     "AccumulateTransformation",
     "ParameterEmaState",
+    "Residual",
+    "ResidualReport",
     "SkipCounts",
     "StepMetrics",
     "accumulate",
@@ -35,6 +43,8 @@ __all__ = [
     "policies",
     "process",
     "raise_if_skipping",
+    "remat_sequence",
+    "residual_report",
     "train_step",
     "value_and_grad",
 ]
