@@ -294,11 +294,20 @@ def residual_report(
     )
 
 
-def kept_bytes(fun: Callable[..., PyTree], *args: PyTree) -> int:
-    """The residuals of ``fun`` with respect to all arguments; they do not count."""
-    names = _argument_names(fun, args)
+def kept_bytes(
+    fun: Callable[..., PyTree], *args: PyTree, counted: Sequence[int] = ()
+) -> int:
+    """The residuals of ``fun`` with respect to all arguments.
+
+    Args:
+      fun: a function of arrays.
+      *args: its arguments.
+      counted: the arguments that count too, if the backward pass reads them.
+    """
+    names = [str(i) for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     found = _residuals(fun, args, tuple(range(len(args))), names)
-    return sum(r.nbytes for r in found if r.kind != "argument")
+    count = {str(i) for i in counted}
+    return sum(r.nbytes for r in found if r.kind != "argument" or r.origin in count)
 
 
 # --- residuals, and the operations that made them -------------------------------------
@@ -333,7 +342,8 @@ def _residuals(
     names: list[str],
 ) -> list[Residual]:
     """The residuals of ``fun``, each once, the largest first."""
-    leaves, tree = jax.tree.flatten(args)
+    leaves, treedef = jax.tree.flatten(args)
+    tree: Any = treedef
 
     def forward(*leaves: Any) -> list[Any]:
         given = list(tree.unflatten(leaves))
@@ -359,9 +369,7 @@ def _residuals(
         for var, value in zip(jaxpr.outvars, values, strict=True)
         if not isinstance(var, core.Literal)
     }
-    return sorted(
-        found.values(), key=lambda row: (-row.nbytes, _KINDS.index(row.kind))
-    )
+    return sorted(found.values(), key=lambda row: (-row.nbytes, _KINDS.index(row.kind)))
 
 
 def _row(
@@ -391,9 +399,7 @@ def _row(
     )
 
 
-def _walk(
-    jaxpr: core.Jaxpr, inputs: Sequence[_Value], numbers: Iterator[int]
-) -> list[_Value]:
+def _walk(jaxpr: Any, inputs: Sequence[_Value], numbers: Iterator[int]) -> list[_Value]:
     """The values that a traced function returns, given those of its arguments."""
     values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
 
@@ -438,14 +444,12 @@ def _operation(eqn: Any, given: list[_Value], numbers: Iterator[int]) -> list[_V
 
 
 def _call(
-    eqn: Any, bodies: list[core.Jaxpr], given: list[_Value], numbers: Iterator[int]
+    eqn: Any, bodies: list[Any], given: list[_Value], numbers: Iterator[int]
 ) -> list[_Value]:
     before = next(numbers)
     results = [_turn(eqn, body, given, numbers) for body in bodies]
     made = []
-    for var, inner, *ways in zip(
-        eqn.outvars, bodies[0].outvars, *results, strict=True
-    ):
+    for var, inner, *ways in zip(eqn.outvars, bodies[0].outvars, *results, strict=True):
         # Of a conditional, the branch that does something.
         value = next((v for v in ways if v.args), ways[0])
         if len(ways) > 1:
@@ -462,7 +466,7 @@ def _call(
 
 
 def _turn(
-    eqn: Any, body: core.Jaxpr, given: list[_Value], numbers: Iterator[int]
+    eqn: Any, body: Any, given: list[_Value], numbers: Iterator[int]
 ) -> list[_Value]:
     """What a body returns; of a loop, after as many turns as change anything."""
     inputs = given[len(given) - len(body.invars) :]
@@ -493,7 +497,7 @@ def _turn(
             return results
 
 
-def _bodies(eqn: Any) -> list[core.Jaxpr]:
+def _bodies(eqn: Any) -> list[Any]:
     """The jaxprs that an operation runs and whose results are its own."""
     name = eqn.primitive.name
     if name not in _CALLS:
@@ -508,7 +512,7 @@ def _bodies(eqn: Any) -> list[core.Jaxpr]:
     ]
 
 
-def _open(jaxpr: Any) -> core.Jaxpr:
+def _open(jaxpr: Any) -> Any:
     """Without its constants. Newer JAX has one class for both."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
@@ -533,7 +537,7 @@ class _Region:
         self.eqn = eqn
 
 
-def _regions(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[_Region, int]]:
+def _regions(jaxpr: Any, times: int) -> Iterator[tuple[_Region, int]]:
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _REGIONS:
@@ -546,7 +550,9 @@ def _regions(jaxpr: core.Jaxpr, times: int) -> Iterator[tuple[_Region, int]]:
 
 def _held(region: _Region) -> int:
     jaxpr, policy = region.eqn.params["jaxpr"], region.eqn.params["policy"]
-    closed = jaxpr if hasattr(jaxpr, "consts") else core.ClosedJaxpr(jaxpr, ())
+    closed: Any = jaxpr
+    if not hasattr(jaxpr, "consts"):  # older JAX has two classes
+        closed = core.ClosedJaxpr(jaxpr, ())  # type: ignore[attr-defined]
     body = core.jaxpr_as_fun(closed)
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _open(jaxpr).invars

@@ -71,7 +71,8 @@ def remat_sequence(
     Returns:
       The last layer's output. Memory: the segments' inputs, and what one segment's
       layers keep. With ``stacked`` also the parameters and gradients of one segment,
-      and where S does not divide N, those of the last, shorter one. Time: one forward pass more, in the backward pass.
+      and where S does not divide N, those of the last, shorter one. Time: one forward
+      pass more, in the backward pass.
 
     Raises:
       TypeError: for layers that cannot be called.
@@ -192,11 +193,12 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if type(error).__name__ in ("JaxTransformError", "TraceContextError"):
+        of_flax = ("JaxTransformError", "TraceContextError", "UnexpectedTracerError")
+        if type(error).__name__ in of_flax:
             error.add_note(
-                "remat_sequence: a function in `layers` runs a Flax module from outside "
-                "of it; put the module itself into the list, or write a function of the "
-                "parameters, lambda x: module.apply(variables, x)"
+                "remat_sequence: if a function in `layers` runs a Flax module that is "
+                "not its own, put the module itself into the list, or write a function "
+                "of its parameters, lambda x: module.apply(variables, x)"
             )
         raise
 
@@ -252,7 +254,9 @@ def _num_layers(stacked: PyTree) -> int:
         for path, leaf in jax.tree_util.tree_leaves_with_path(stacked)
     }
     if not lengths or () in lengths.values() or len({*lengths.values()}) > 1:
-        found = ", ".join(f"{k}: {v[0] if v else 'a scalar'}" for k, v in lengths.items())
+        found = ", ".join(
+            f"{k}: {v[0] if v else 'a scalar'}" for k, v in lengths.items()
+        )
         raise ValueError(
             "the leaves of stacked do not have one leading axis for the layers "
             f"({found or 'there are none'}); stack the layers' parameters by "
@@ -286,7 +290,8 @@ def best_segments(num: int, input_bytes: float, layer_bytes: float) -> int:
     numbers = range(1, num + 1)
     close = 1.05 * min(map(memory, numbers))
     return min(
-        (s for s in numbers if memory(s) <= close), key=lambda s: (num % s > 0, memory(s))
+        (s for s in numbers if memory(s) <= close),
+        key=lambda s: (num % s > 0, memory(s)),
     )
 
 
@@ -301,16 +306,16 @@ def _sqrt_of_list(layers: list[Layer], x: PyTree) -> int:
     with _explained():
         # What functions close over is differentiated too.
         converted, consts = jax.closure_convert(chain, x, *variables)
-        kept = kept_bytes(converted, x, *variables, *consts)
+        kept = kept_bytes(converted, x, *variables, *consts, counted=(0,))
     return best_segments(len(layers), _num_bytes(x), kept / len(layers))
 
 
 def _sqrt_of_stacked(body: Layer, x: PyTree, stacked: PyTree, num: int) -> int:
     first = jax.eval_shape(lambda s: jax.tree.map(lambda a: a[0], s), stacked)
     converted, consts = jax.closure_convert(body, x, first)
-    # A segment's parameters are taken out of the stack, and so are its gradients.
-    layer = kept_bytes(converted, x, first, *consts) + 2 * _num_bytes(first)
-    return best_segments(num, _num_bytes(x), layer)
+    kept = kept_bytes(converted, x, first, *consts, counted=(0,))
+    # A segment's parameters are taken out of the stack, and its gradients put there.
+    return best_segments(num, _num_bytes(x), kept + 2 * _num_bytes(first))
 
 
 def _functional(layer: Any) -> tuple[Layer, PyTree]:
@@ -353,6 +358,6 @@ def _is_nnx(layer: Any) -> bool:
     return _nnx() is not None and isinstance(layer, _nnx().Module)
 
 
-def _initializing(layers: list[Layer]) -> bool:
+def _initializing(layers: list[Any]) -> bool:
     """Whether a linen model is being initialised: no gradient will be asked for."""
     return any(_is_linen(layer) and layer.is_initializing() for layer in layers)

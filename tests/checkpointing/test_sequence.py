@@ -31,6 +31,12 @@ def plain(stacked, x=X):
     return jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, stacked)[0] ** 2)
 
 
+def in_a_loop(layers, x):
+    for one in layers:
+        x = one(x)
+    return x
+
+
 def scanned(stacked, x=X, **options):
     return jnp.sum(remat_sequence(layer, x, stacked=stacked, **options) ** 2)
 
@@ -42,7 +48,7 @@ def listed(stacked, x=X, **options):
 
 def close(a, b, eps=64):
     """Equal but for the order of sums: a gradient has passed some dozen products."""
-    scale = float(jnp.max(jnp.abs(b)))
+    scale = float(np.max(np.abs(b), initial=0))
     np.testing.assert_allclose(a, b, rtol=0, atol=eps * 2**-23 * scale)
 
 
@@ -64,23 +70,25 @@ def operations(fun, *args, name):
 # --- the same numbers ----------------------------------------------------------------
 
 
+@functools.cache
+def expected(num):
+    return jax.jit(jax.value_and_grad(plain, (0, 1)))(weights(num), X)
+
+
 @pytest.mark.parametrize("sequence", [scanned, listed])
-@pytest.mark.parametrize("num", [1, 2, 7, 12, 13])
-@pytest.mark.parametrize("segments", ["sqrt", 1, 3, 5, 100])
+@pytest.mark.parametrize(
+    ("num", "segments"), [(1, "sqrt"), (5, 2), (6, 3), (6, 1), (13, "sqrt"), (5, 100)]
+)
 def test_value_and_gradients_are_those_of_the_plain_loop(sequence, num, segments):
-    w = weights(num)
-    args = jax.value_and_grad(plain, (0, 1))(w, X)
     mine = functools.partial(sequence, segments=segments)
-    value, grads = jax.jit(jax.value_and_grad(mine, (0, 1)))(w, X)
-    close(value, args[0])
-    jax.tree.map(close, grads, args[1])
+    results = jax.jit(jax.value_and_grad(mine, (0, 1)))(weights(num), X)
+    jax.tree.map(close, results, expected(num))
 
 
 def test_gradients_are_those_of_finite_differences():
-    w, x = weights(5).astype(float), X[:2]
     with jax.enable_x64(True):
-        w, x = (jnp.asarray(np.asarray(a, np.float64)) for a in (w, x))
-        loss = functools.partial(scanned, x=x, segments=2)
+        w, x = (jnp.asarray(np.asarray(a, np.float64)) for a in (weights(5), X[:2]))
+        loss = jax.jit(functools.partial(scanned, x=x, segments=2))
         grads, direction = jax.grad(loss)(w), jnp.cos(w)
         step = 1e-6
         slope = (loss(w + step * direction) - loss(w - step * direction)) / (2 * step)
@@ -88,65 +96,65 @@ def test_gradients_are_those_of_finite_differences():
         np.testing.assert_allclose(jnp.vdot(grads, direction), slope, rtol=1e-8)
 
 
-@pytest.mark.parametrize("num", [0, 6, 7])
+@pytest.mark.parametrize("num", [0, 5])
 def test_the_carry_may_be_any_pytree(num):
     def body(carry, w):
-        h, extra = carry["h"], carry["extra"]
-        key, count = extra
-        h = layer(h, w) * jax.random.bernoulli(key, 0.9, h.shape).astype(h.dtype)
+        key, count = carry["extra"]
+        keep = jax.random.bernoulli(key, 0.9, X.shape)
+        h = jnp.where(keep, layer(carry["h"], w), 0.0)
         return {"h": h, "extra": (jax.random.fold_in(key, count), count + 1)}
 
     start = {"h": X, "extra": (jax.random.key(1), jnp.int32(0))}
-    w = weights(num)
-
-    def loss(w, how):
-        out = how(w)
-        return jnp.sum(out["h"] ** 2), out
 
     def by_hand(w):
         return lax.scan(lambda c, w: (body(c, w), None), start, w)[0]
 
-    def stacked(w):
+    def in_segments(w):
         return remat_sequence(body, start, stacked=w, segments=3)
 
-    def listed(w):
+    def in_a_list(w):
         layers = [functools.partial(body, w=p) for p in w]
         return remat_sequence(layers, start, segments=3)
 
-    (_, out), grads = jax.value_and_grad(loss, has_aux=True)(w, by_hand)
-    for how in (stacked, listed):
-        (_, mine), mine_grads = jax.value_and_grad(loss, has_aux=True)(w, how)
-        close(mine["h"], out["h"])
-        assert int(mine["extra"][1]) == num
-        if num:
-            close(mine_grads, grads)
+    def results(how):
+        def loss(w):
+            out = how(w)
+            return jnp.sum(out["h"] ** 2), (out["h"], out["extra"][1])
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(weights(num))
+
+    for how in (in_segments, in_a_list):
+        (_, (_, count)), _ = mine = results(how)
+        assert count == num
+        jax.tree.map(close, mine, results(by_hand))
 
 
 def test_layers_of_a_list_may_differ_and_close_over_what_is_differentiated():
-    def loss(w, run):
-        layers = [lambda x: x @ w, jnp.sin, lambda x: x * w[0], jax.nn.relu]
-        return jnp.sum(run(layers))
+    def grads(run):
+        def loss(w):
+            return jnp.sum(run([lambda x: x @ w, jnp.sin, lambda x: x * w[0, 0]] * 2))
 
-    def by_hand(layers):
-        x = X
-        for one in layers:
-            x = one(x)
-        return x
+        return jax.jit(jax.grad(loss))(weights(1)[0])
 
-    expected = jax.grad(loss)(weights(1)[0], by_hand)
-    for segments in ("sqrt", 2, 4):
+    for segments in ("sqrt", 2, 6):
         run = functools.partial(remat_sequence, x=X, segments=segments)
-        close(jax.grad(loss)(weights(1)[0], run), expected)
+        close(grads(run), grads(lambda layers: in_a_loop(layers, X)))
 
 
 def test_it_works_under_vmap_and_in_forward_mode():
-    w = weights(7)
+    w = weights(5)
     xs = jnp.stack([X, -X, 2 * X])
-    mine = jax.vmap(jax.grad(functools.partial(scanned, segments=3), 1), (None, 0))
-    close(mine(w, xs), jax.vmap(jax.grad(plain, 1), (None, 0))(w, xs))
-    _, tangent = jax.jvp(lambda x: scanned(w, x, segments=3), (X,), (X,))
-    _, expected = jax.jvp(lambda x: plain(w, x), (X,), (X,))
-    close(tangent, expected)
+
+    def both(loss):
+        grads = jax.vmap(jax.grad(loss, 1), (None, 0))(w, xs)
+        return grads, jax.jvp(functools.partial(loss, w), (X,), (X,))
+
+    mine = functools.partial(scanned, segments=3)
+    jax.tree.map(
+        close,
+        jax.jit(both, static_argnums=0)(mine),
+        jax.jit(both, static_argnums=0)(plain),
+    )
 
 
 # --- memory and time -----------------------------------------------------------------
@@ -165,10 +173,10 @@ def test_memory_of_a_scan_falls_to_the_square_root_for_primes_too(num):
     per_layer = temporaries(scanned, num, segments=num)
     sqrt = temporaries(scanned, num)
     assert everything > num * one
-    # 2 sqrt(2 N) and some at work; measured: 6.0 to 7.1 for 12, 9.0 to 12 for 32.
-    assert sqrt < (2 * math.sqrt(2 * num) + 2) * one
-    assert sqrt < per_layer
-    assert sqrt < everything / 2
+    # A layer keeps two times x, or three in older JAX: 2 sqrt(3 N), and some at work.
+    assert sqrt < (2 * math.sqrt(3 * num) + 6) * one
+    assert sqrt <= per_layer
+    assert sqrt < 0.6 * everything
 
 
 def test_parameters_are_not_copied_where_the_segments_are_uneven():
@@ -190,7 +198,7 @@ def kept(fun, *args):
     return jax.tree.leaves(jax.eval_shape(lambda *a: jax.vjp(fun, *a)[1], *args))
 
 
-@pytest.mark.parametrize("num", [12, 13, 31])
+@pytest.mark.parametrize("num", [12, 13])
 def test_a_list_keeps_the_inputs_of_its_segments_and_nothing_else(num):
     for segments in (1, 3, 4, num):
         fun = functools.partial(listed, segments=segments)
@@ -252,7 +260,9 @@ def test_policy_none_is_the_plain_loop():
         assert "remat" not in text
 
 
-@pytest.mark.parametrize("policy", ["dots", policies.dots, jax.checkpoint_policies.dots_saveable])
+@pytest.mark.parametrize(
+    "policy", ["dots", policies.dots, jax.checkpoint_policies.dots_saveable]
+)
 def test_a_policy_keeps_more_between_the_passes(policy):
     w = weights(6)
     for sequence in (scanned, listed):
@@ -279,38 +289,31 @@ class Block(nn.Module):
         return x + nn.tanh(h)
 
 
-def in_a_loop(layers, x, **_):
-    for one in layers:
-        x = one(x)
-    return x
-
-
 class Compact(nn.Module):
     run: object
 
     @nn.compact
     def __call__(self, x):
-        return self.run([Block() for _ in range(5)], x)
+        return self.run([Block() for _ in range(3)], x)
 
 
 class Setup(nn.Module):
     run: object
 
     def setup(self):
-        self.blocks = [Block() for _ in range(5)]
+        self.blocks = [Block() for _ in range(3)]
         self.scale = self.param("scale", nn.initializers.ones, ())
 
     def __call__(self, x):
         return self.run([*self.blocks, lambda x: x * 2, self.blocks[0]], x)
 
 
-@pytest.mark.parametrize("model", [Compact, Setup])
-@pytest.mark.parametrize("segments", ["sqrt", 3])
+@pytest.mark.parametrize(("model", "segments"), [(Compact, "sqrt"), (Setup, 2)])
 def test_a_linen_model_is_the_same_with_its_names_masks_and_statistics(model, segments):
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     results = []
     for run in (in_a_loop, functools.partial(remat_sequence, segments=segments)):
-        variables = model(run).init(keys, X)
+        variables = jax.jit(model(run).init)(keys, X)
 
         def loss(params, run=run, variables=variables):
             y, state = model(run).apply(
@@ -321,11 +324,10 @@ def test_a_linen_model_is_the_same_with_its_names_masks_and_statistics(model, se
             )
             return jnp.mean(y**2), state
 
-        (value, state), grads = jax.value_and_grad(loss, has_aux=True)(
-            variables["params"]
-        )
+        params = variables["params"]
+        (value, state), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
         results.append((variables, value, state, grads))
-        traced = str(jax.make_jaxpr(jax.grad(lambda p, f=loss: f(p)[0]))(variables["params"]))
+        traced = str(jax.make_jaxpr(loss)(params))
         assert ("remat" in traced) == (run is not in_a_loop)
     (initial, *expected), (mine_initial, *mine) = results
     jax.tree.map(np.testing.assert_array_equal, mine_initial, initial)
@@ -337,8 +339,9 @@ def test_bound_linen_modules_and_functions_of_their_parameters_work():
     dense = nn.Dense(D)
     variables = dense.init(jax.random.key(0), X)
     expected = in_a_loop([lambda x: dense.apply(variables, x)] * 4, X)
-    close(remat_sequence([dense.bind(variables)] * 4, X), expected)
-    close(remat_sequence([lambda x: dense.apply(variables, x)] * 4, X), expected)
+    for one in (dense.bind(variables), lambda x: dense.apply(variables, x)):
+        close(remat_sequence([one] * 4, X, segments=2), expected)
+        close(remat_sequence([one] * 4, X), expected)
 
 
 def test_stacked_linen_parameters_are_scanned():
@@ -360,13 +363,11 @@ def test_a_function_that_hides_a_linen_module_is_told_what_to_do():
     class Hiding(nn.Module):
         @nn.compact
         def __call__(self, x):
-            dense = nn.Dense(D)
-            return remat_sequence([lambda x: dense(x)] * 4, x, segments=2)
+            block = Block()
+            return remat_sequence([lambda x: block(x)] * 4, x, segments=2)
 
-    variables = nn.Dense(D).init(jax.random.key(0), X)
-    variables = {"params": {"Dense_0": variables["params"]}}
-    with pytest.raises(Exception, match="trace|transform|Jax") as raised:
-        Hiding().apply(variables, X)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        Hiding().init({"params": jax.random.key(0), "dropout": jax.random.key(0)}, X)
     assert any("put the module itself" in note for note in raised.value.__notes__)
 
 
@@ -386,28 +387,25 @@ class Module(nnx.Module):
 class Model(nnx.Module):
     def __init__(self, run, rngs):
         self.run = run
-        self.blocks = nnx.List([Module(rngs) for _ in range(5)])
+        self.blocks = nnx.List([Module(rngs) for _ in range(3)])
 
     def __call__(self, x):
         return self.run([*self.blocks, jnp.sin, self.blocks[0]], x)
 
 
-@pytest.mark.parametrize("segments", ["sqrt", 3])
+@pytest.mark.parametrize("segments", ["sqrt", 2])
 def test_an_nnx_model_is_the_same_with_its_masks_and_statistics(segments):
     results = []
     for run in (in_a_loop, functools.partial(remat_sequence, segments=segments)):
         model = Model(run, nnx.Rngs(0, dropout=1))
         step = nnx.jit(nnx.value_and_grad(lambda model: jnp.mean(model(X) ** 2)))
         values = [step(model) for _ in range(2)]  # the second with other masks
-        results.append((*values, nnx.state(model, nnx.BatchStat, nnx.RngState)))
+        counts = nnx.state(model, nnx.RngCount)
+        results.append(
+            jax.tree.leaves((values, nnx.state(model, nnx.BatchStat), counts))
+        )
     expected, mine = results
-    count = [jax.tree.leaves(nnx.to_pure_dict(r[2])) for r in results]
-    for a, b in zip(count[1], count[0], strict=True):
-        if jnp.issubdtype(a.dtype, jnp.floating):
-            close(a, b)
-        elif not jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
-            np.testing.assert_array_equal(a, b)
-    jax.tree.map(close, jax.tree.leaves(mine[:2]), jax.tree.leaves(expected[:2]))
+    jax.tree.map(close, mine, expected)
 
 
 def test_a_stacked_nnx_module_is_scanned():
