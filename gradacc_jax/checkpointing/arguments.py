@@ -147,7 +147,7 @@ class Static:
 
 
 def framework(thing: Any) -> str | None:
-    """ "linen" or "nnx" for a Flax module or its class, without importing Flax."""
+    """For a Flax module or its class "linen" or "nnx", without importing Flax."""
     for cls in (thing if isinstance(thing, type) else type(thing)).__mro__:
         if cls.__name__ == "Module" and cls.__module__.startswith("flax."):
             return "nnx" if ".nnx" in cls.__module__ else "linen"
@@ -167,3 +167,15 @@ def is_graph_node(thing: Any) -> bool:
     """Whether this is an object of nnx with state: a module, a variable, streams."""
     nnx = sys.modules.get("flax.nnx")
     return nnx is not None and isinstance(thing, nnx.Pytree | nnx.Variable)
+
+
+def same_name(cls: type[Any], namespace: dict[str, Any]) -> type[Any]:
+    """A subclass that goes by the name of ``cls``."""
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        **namespace,
+    }
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (cls,), namespace)

@@ -8,8 +8,13 @@ from typing import Any
 from flax import nnx
 from flax.nnx.transforms.general import merge_inputs, split_inputs
 
-from gradacc_jax.checkpointing.arguments import Arguments, Static, is_graph_node
-from gradacc_jax.checkpointing.linen import same_name
+from gradacc_jax.checkpointing.arguments import (
+    Arguments,
+    Static,
+    is_graph_node,
+    same_name,
+)
+from gradacc_jax.checkpointing.modules import Rules, Seen, repeated_blocks
 from gradacc_jax.checkpointing.regions import region
 
 _TAG = "gradacc_jax.remat"
@@ -52,18 +57,18 @@ def call(
     return split_inputs(split, ctxtag=_TAG)(*selves, *given.nodes)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def subclass(cls: type[nnx.Module], options: Any) -> type[nnx.Module]:
     """The class with a rematerialised ``__call__``; one for each class and options."""
     original = cls.__call__
     static = Static.of(original, options.static)
 
     @functools.wraps(original)
-    def __call__(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    def called(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         given = Arguments(args, kwargs, static, is_graph_node)
         return call(original, (self,), given, options, cls.__name__)
 
-    return same_name(cls, {"__call__": __call__})
+    return same_name(cls, {"__call__": called})
 
 
 def instance(module: nnx.Module, options: Any) -> nnx.Module:
@@ -76,3 +81,31 @@ def instance(module: nnx.Module, options: Any) -> nnx.Module:
 def turn(module: nnx.Module, options: Any) -> None:
     """Makes a module one of its rematerialised subclass, in place."""
     object.__setattr__(module, "__class__", subclass(type(module), options))
+
+
+def turned(model: nnx.Module, rules: Rules) -> nnx.Module:
+    """A copy of the model, with the modules of the rules turned."""
+    model = nnx.clone(model)
+    found = {
+        tuple(str(part) for part in path): module
+        for path, module in nnx.iter_modules(model)
+        if path and callable(module)
+    }
+    seen = [Seen(path, type(module)) for path, module in found.items()]
+    if rules.given is None:
+        how = dict.fromkeys(repeated_blocks(seen), rules.options_of_blocks())
+    else:
+        how = {
+            s.path: options
+            for s in seen
+            if (options := rules.options(s.path, s.cls)) is not None
+        }
+    rules.check(how, seen, type(model).__name__)
+    for path, options in how.items():
+        turn(found[path], options)
+    names = {"/".join(path): options.policy for path, options in how.items()}
+    shown = property(lambda self: dict(names))
+    object.__setattr__(
+        model, "__class__", same_name(type(model), {"rematerialised": shown})
+    )
+    return model

@@ -16,6 +16,7 @@ import numpy as np
 
 from gradacc_jax.checkpointing import withholding
 from gradacc_jax.checkpointing.policies import Policy, none, warn_of_names
+from gradacc_jax.checkpointing.withholding import ClosedJaxpr
 
 PyTree = Any
 
@@ -99,6 +100,7 @@ class Split:
     """A pytree in two: its arrays, and all the rest."""
 
     def __init__(self, pytree: PyTree, is_array: Callable[[Any], bool]):
+        self.tree: Any
         leaves, self.tree = jax.tree.flatten(pytree)
         self.traced = [is_array(x) for x in leaves]
         self.arrays = [x for x, t in zip(leaves, self.traced) if t]
@@ -113,7 +115,7 @@ class Split:
 
 
 def _forwarded(
-    closed: core.ClosedJaxpr, leaves: Sequence[Any], results: Sequence[Any]
+    closed: ClosedJaxpr, leaves: Sequence[Any], results: Sequence[Any]
 ) -> list[Any]:
     """The results, with arguments that came back unchanged as the arguments they are.
 
@@ -127,7 +129,7 @@ def _forwarded(
 
 
 def _names(
-    closed: core.ClosedJaxpr, plain: Callable[..., Any], leaves: Any, policy: Policy
+    closed: ClosedJaxpr, plain: Callable[..., Any], leaves: Any, policy: Policy
 ) -> set[str]:
     """The names in a traced function; in the rules of its derivatives if need be."""
     eqns = list(withholding.operations(closed.jaxpr))
@@ -166,7 +168,7 @@ def _overridden(where: str) -> bool:
     return True
 
 
-def _warn_of_prints(closed: core.ClosedJaxpr, where: str) -> None:
+def _warn_of_prints(closed: ClosedJaxpr, where: str) -> None:
     # debug_print from jax 0.8 on; debug_callback also serves jax.debug.callback.
     prints = ("debug_print", "debug_callback")
     if any(
@@ -183,7 +185,7 @@ def _warn_of_a_whole_loss(
     plain: Callable[..., Any],
     again: Callable[..., Any],
     leaves: Sequence[Any],
-    closed: core.ClosedJaxpr,
+    closed: ClosedJaxpr,
     where: str,
 ) -> None:
     shapes = [(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.outvars]

@@ -95,9 +95,9 @@ def remat(
       static: arguments that are static although they are arrays: names or positions,
         one or several. Positions count as a call is written, without ``self``; negative
         ones count from the end.
-      prevent_cse: whether to keep the compiler from merging the second computation with
-        the first. False is faster, and safe in the body of a ``scan`` over layers; where
-        it would undo everything, it is overridden, with a warning.
+      prevent_cse: whether to keep the compiler from merging the second computation
+        with the first. False is faster, and safe in the body of a ``scan`` over layers;
+        where it would undo everything, it is overridden, with a warning.
       **refused: options of other libraries; the error says what to do instead.
 
     Returns:

@@ -18,6 +18,7 @@ from jax.extend import core
 
 from gradacc_jax.checkpointing.policies import Policy
 
+ClosedJaxpr = Any  # jax.extend.core has it, and the type checker does not see it
 OPEN, CLOSE = "gradacc_jax.withheld", "gradacc_jax.kept"
 # The same array in another form: to keep one is to keep all.
 _VIEWS = {
@@ -51,7 +52,7 @@ class Withholding:
         return not self.between and self.policy(prim, *avals, **params)
 
 
-def marked(closed: core.ClosedJaxpr, policy: Policy) -> Callable[..., list[Any]]:
+def marked(closed: ClosedJaxpr, policy: Policy) -> Callable[..., list[Any]]:
     """The traced function, with marks around what makes values the policy withholds.
 
     Args:
@@ -73,7 +74,7 @@ def named(eqn: core.JaxprEqn) -> str | None:
     if eqn.primitive.name == "name":
         return eqn.params["name"]
     # jax_remat3 has an object for it.
-    made = eqn.params.get("_prim")
+    made: Any = eqn.params.get("_prim")
     return made.name if type(made).__name__.startswith("CheckpointName") else None
 
 
@@ -150,7 +151,7 @@ def _has_body(eqn: core.JaxprEqn) -> bool:
 def _inner(eqn: core.JaxprEqn, makes: list[int], policy: Policy) -> dict[str, Any]:
     """The operation's parameters, with marks in its body."""
 
-    def again(body: core.ClosedJaxpr) -> core.ClosedJaxpr:
+    def again(body: ClosedJaxpr) -> ClosedJaxpr:
         def run(*args: Any) -> list[Any]:
             return _evaluate(body.jaxpr, body.consts, args, makes, policy)
 
