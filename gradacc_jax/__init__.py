@@ -14,6 +14,8 @@ from gradacc_jax.accumulation import (
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.checkpointing import policies
+from gradacc_jax.checkpointing.modules import remat_modules
+from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.checkpointing.residuals import (
     Residual,
     ResidualReport,
@@ -43,6 +45,8 @@ __all__ = [
     "policies",
     "process",
     "raise_if_skipping",
+    "remat",
+    "remat_modules",
     "remat_sequence",
     "residual_report",
     "train_step",

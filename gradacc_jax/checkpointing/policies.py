@@ -284,7 +284,9 @@ def _memory(to: str) -> str:
 
 
 def _near(name: str, known: Collection[str]) -> str:
-    matches = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    by_letters = {other.lower(): other for other in sorted(known)}
+    found = difflib.get_close_matches(name.lower(), by_letters, n=3, cutoff=0.6)
+    matches = [by_letters[letters] for letters in found]
     return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
 
 

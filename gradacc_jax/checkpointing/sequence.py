@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.policies import Policy
+from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.checkpointing.residuals import kept_bytes
 
 PyTree = Any
@@ -106,7 +107,7 @@ def remat_sequence(
 
 
 def _list(
-    layers: list[Layer], x: PyTree, segments: int | str, policy: Policy
+    layers: list[Any], x: PyTree, segments: int | str, policy: Policy
 ) -> PyTree:
     if policy == policies.none or not layers or _initializing(layers):
         return _run(layers, x)
@@ -131,14 +132,14 @@ def _stacked(
         segments = _sqrt_of_stacked(body, x, stacked, num)
     size = math.ceil(num / segments)
     if size == 1:
-        again = jax.checkpoint(body, policy=policy)
+        again = remat(lambda x, p: body(x, p), policy=policy)
         return lax.scan(lambda x, p: (again(x, p), None), x, stacked)[0]
     if num % size == 0:
         # Another shape of the same array: nothing is copied.
         parts = jax.tree.map(
             lambda a: jnp.reshape(a, (num // size, size, *a.shape[1:])), stacked
         )
-        again = jax.checkpoint(steps, policy=policy)
+        again = remat(steps, policy=policy)
         return lax.scan(lambda x, p: (again(x, p), None), x, parts)[0]
 
     # Cutting the parameters in two, for two loops, would copy all of them, and all of
@@ -149,10 +150,10 @@ def _stacked(
     def tail(x: PyTree, stacked: PyTree) -> PyTree:
         return steps(x, _rows(stacked, num - num % size, num % size))
 
-    again = jax.checkpoint(segment, policy=policy)
+    again = remat(segment, policy=policy)
     starts = size * jnp.arange(num // size)
     x, _ = lax.scan(lambda x, start: (again(x, start, stacked), None), x, starts)
-    return jax.checkpoint(tail, policy=policy)(x, stacked)
+    return remat(tail, policy=policy)(x, stacked)
 
 
 def _rows(stacked: PyTree, start: Any, size: int) -> PyTree:
@@ -168,24 +169,18 @@ def _run(layers: Iterable[Layer], x: PyTree) -> PyTree:
     return x
 
 
-def _segment(layers: list[Layer], x: PyTree, policy: Policy) -> PyTree:
-    """One segment. Modules go in as arguments, so that Flax lifts what they hold."""
-    modules = [layer for layer in layers if _is_linen(layer) or _is_nnx(layer)]
+def _segment(layers: list[Any], x: PyTree, policy: Policy) -> PyTree:
+    """One segment. Modules go in as arguments, so that what they hold is lifted."""
+    are_modules = [_is_linen(layer) or _is_nnx(layer) for layer in layers]
+    modules = [layer for layer, m in zip(layers, are_modules) if m]
 
-    def run(modules: Iterable[Layer], x: PyTree) -> PyTree:
+    def segment(*modules_and_x: Any) -> PyTree:
+        *modules, x = modules_and_x
         left = iter(modules)
-        held = [_is_linen(layer) or _is_nnx(layer) for layer in layers]
-        return _run([next(left) if m else f for m, f in zip(held, layers)], x)
+        return _run([next(left) if m else f for f, m in zip(layers, are_modules)], x)
 
     with _explained():
-        if not modules:
-            return jax.checkpoint(lambda x: _run(layers, x), policy=policy)(x)
-        if _is_nnx(modules[0]):
-            return _nnx().remat(run, policy=policy)(tuple(modules), x)
-        again = _linen().remat(
-            lambda first, others, x: run((first, *others), x), policy=policy
-        )
-        return again(modules[0], tuple(modules[1:]), x)
+        return remat(segment, policy=policy)(*modules, x)
 
 
 @contextlib.contextmanager

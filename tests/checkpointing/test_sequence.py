@@ -7,11 +7,12 @@ from flax import linen as nn
 from flax import nnx
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gradacc_jax import policies, remat_sequence
+from gradacc_jax import policies, remat_sequence, residual_report
 from gradacc_jax.checkpointing.sequence import best_segments
 from tests.programs import compiled
 
@@ -272,6 +273,27 @@ def test_a_policy_keeps_more_between_the_passes(policy):
         assert count == 3 * 6
         assert operations(jax.grad(loss, (0, 1)), w, X, name="tanh") == 2 * 6
         close(jax.grad(loss)(w, X), jax.grad(plain)(w, X))
+
+
+@pytest.mark.parametrize("sequence", [scanned, listed])
+def test_a_policy_may_keep_all_but_what_it_names(sequence):
+    def named(x, w):
+        return jnp.sin(checkpoint_name(jnp.tanh(x @ w), "tanh"))
+
+    def loss(w, policy):
+        if sequence is scanned:
+            y = remat_sequence(named, X, stacked=w, segments=2, policy=policy)
+        else:
+            layers = [functools.partial(named, w=p) for p in w]
+            y = remat_sequence(layers, X, segments=2, policy=policy)
+        return jnp.sum(y**2)
+
+    def total(policy):
+        fun = functools.partial(loss, policy=policy)
+        return residual_report(fun, weights(6)).total_bytes
+
+    saved = total("none") - total(policies.save_all_but("tanh"))
+    assert saved >= 6 * X.nbytes
 
 
 # --- linen ---------------------------------------------------------------------------
