@@ -1,6 +1,6 @@
 """Memory, FLOPs and time of N layers: plain, rematerialised one by one, in segments.
 
-    python benchmarks/remat_sequence.py            about two minutes on two cores
+    python benchmarks/remat_sequence.py            two to four minutes on two cores
     python benchmarks/remat_sequence.py --quick    12, 13 and 64 layers only
 
 For loss and gradients of N layers with stacked parameters, and for two kinds of layer,
@@ -188,9 +188,11 @@ def plot(rows: list[Row], path: Path) -> None:
         top.set_title(kind, fontsize=10)
         top.set_xscale("log", base=2)
         top.set_yscale("log", base=2)
+        for axis in (top.xaxis, top.yaxis):
+            axis.set_major_formatter("{x:g}")
         top.set_ylabel("temporaries, MiB")
         bottom.set_ylabel("over no rematerialisation")
-        bottom.set_ylim(0.5, 2.0)
+        bottom.set_ylim(0, 2)
         bottom.axhline(1, color="0.6", linewidth=1)
         bottom.set_xlabel("layers")
         for ax in (top, bottom):

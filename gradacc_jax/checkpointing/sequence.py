@@ -106,9 +106,7 @@ def remat_sequence(
     return _stacked(layers, x, stacked, segments, policy)
 
 
-def _list(
-    layers: list[Any], x: PyTree, segments: int | str, policy: Policy
-) -> PyTree:
+def _list(layers: list[Any], x: PyTree, segments: int | str, policy: Policy) -> PyTree:
     if policy == policies.none or not layers or _initializing(layers):
         return _run(layers, x)
     if isinstance(segments, str):
