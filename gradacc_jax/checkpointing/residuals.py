@@ -2,9 +2,8 @@
 
 ``jax.vjp`` is traced on shapes alone, and the leaves of the function that it returns
 are the residuals: their shapes and bytes are JAX's own. Where each one comes from is
-then found by going through the traced forward pass once, from the arguments on: every
-value knows the arguments it depends on and the operation that made it, through calls,
-loops and conditionals. Nothing is computed, and nothing is allocated on a device.
+read off the traced forward pass (``origins.py``). Nothing is computed, and nothing is
+allocated on a device.
 """
 
 from collections import Counter
@@ -13,76 +12,25 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
-import os
-from pathlib import Path
-import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.extend import core
 import jax.numpy as jnp
 
 from gradacc_jax.checkpointing import policies
+from gradacc_jax.checkpointing.origins import (
+    Value,
+    bodies_of,
+    source_of,
+    values_of,
+    without_constants,
+)
 
 PyTree = Any
 
-# Operations whose jaxprs have the operation's results, one for one, and whose inputs
-# are the last of the operation's.
-_CALLS = {
-    "checkpoint",
-    "closed_call",
-    "cond",
-    "core_call",
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "eval_jaxpr",
-    "jit",
-    "pjit",
-    "remat",
-    "remat2",
-    "scan",
-    "shard_map",
-    "while",
-}
 _REGIONS = {"checkpoint", "remat", "remat2"}
-# The same numbers, or some of them, in another form. What is moved is the first input.
-_MOVES = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "copy_p",
-    "device_put",
-    "dynamic_slice",
-    "expand_dims",
-    "reduce_precision",
-    "reshape",
-    "rev",
-    "sharding_constraint",
-    "slice",
-    "squeeze",
-    "transpose",
-    "unstack",
-}
-# Say nothing about where a value comes from.
-_TRANSPARENT = {"optimization_barrier", "reduce_precision"}
-_RANDOM = {
-    "random_bits",
-    "random_clone",
-    "random_fold_in",
-    "random_gamma",
-    "random_seed",
-    "random_split",
-    "random_unwrap",
-    "random_wrap",
-    "rng_bit_generator",
-    "rng_uniform",
-    "threefry2x32",
-}
-# Whose lines are not the user's.
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "gradacc_jax")
 _KINDS = ("computed", "random", "copy", "constant", "argument")
 
 
@@ -269,10 +217,10 @@ def residual_report(
       >>> x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
       >>> report = residual_report(block, w, x, argnums=(0, 1))
       >>> for row in report.residuals:
-      ...     print(row.nbytes, row.dtype, row.shape, row.kind, row.origin)
+      ...     if row.kind != "computed":
+      ...         print(row.nbytes, row.dtype, row.shape, row.kind, row.origin)
       8192 bfloat16 (64, 64) copy w, by convert_element_type
       1024 bfloat16 (8, 64) argument x
-      1024 bfloat16 (8, 64) computed ...
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     for number in numbers:
@@ -310,29 +258,7 @@ def kept_bytes(
     return sum(r.nbytes for r in found if r.kind != "argument" or r.origin in count)
 
 
-# --- residuals, and the operations that made them -------------------------------------
-
-
-class _Value(NamedTuple):
-    """Where a value of the traced forward pass comes from.
-
-    Attributes:
-      number: the same number is the same array; arguments have their own, below 0.
-      args: the arguments it depends on, by their place among the leaves.
-      form_of: the argument of which it has the very numbers, if any.
-      random: whether it depends on random bits.
-      origin: what made it.
-      sites: the operation that made it, after the calls around it.
-      loops: how often it was made and stacked.
-    """
-
-    number: int
-    args: frozenset[int] = frozenset()
-    form_of: int | None = None
-    random: bool = False
-    origin: str = "constant"
-    sites: tuple[Any, ...] = ()
-    loops: int = 1
+# --- residuals ------------------------------------------------------------------------
 
 
 def _residuals(
@@ -356,13 +282,12 @@ def _residuals(
         _, backward = jax.vjp(of, *(given[number] for number in argnums))
         return jax.tree.leaves(backward)
 
-    jaxpr = _open(jax.make_jaxpr(forward)(*leaves))
-    inputs = [
-        _Value(-1 - i, frozenset([i]), i, origin=name) for i, name in enumerate(names)
-    ]
-    values = _walk(jaxpr, inputs, itertools.count())
+    jaxpr = without_constants(jax.make_jaxpr(forward)(*leaves))
+    values = values_of(jaxpr, names)
     differentiable = {
-        i for i, v in enumerate(jaxpr.invars) if jnp.issubdtype(_dtype(v), jnp.inexact)
+        i
+        for i, v in enumerate(jaxpr.invars)
+        if jnp.issubdtype(v.aval.dtype, jnp.inexact)
     }
     found = {
         value.number: _row(value, var.aval, names, differentiable)
@@ -373,7 +298,7 @@ def _residuals(
 
 
 def _row(
-    value: _Value, aval: Any, names: list[str], differentiable: set[int]
+    value: Value, aval: Any, names: list[str], differentiable: set[int]
 ) -> Residual:
     origin = value.origin
     if value.number < 0:
@@ -394,131 +319,9 @@ def _row(
         dtype=str(aval.dtype),
         kind=kind,
         origin=origin,
-        source=_source(value.sites),
+        source=source_of(value.sites),
         loops=value.loops,
     )
-
-
-def _walk(jaxpr: Any, inputs: Sequence[_Value], numbers: Iterator[int]) -> list[_Value]:
-    """The values that a traced function returns, given those of its arguments."""
-    values: dict[Any, _Value] = dict(zip(jaxpr.invars, inputs, strict=True))
-
-    def read(atom: Any) -> _Value:
-        if not isinstance(atom, core.Literal) and atom in values:
-            return values[atom]
-        constant = _Value(next(numbers))
-        if not isinstance(atom, core.Literal):
-            values[atom] = constant
-        return constant
-
-    for eqn in jaxpr.eqns:
-        given = [read(atom) for atom in eqn.invars]
-        if bodies := _bodies(eqn):
-            made = _call(eqn, bodies, given, numbers)
-        else:
-            made = _operation(eqn, given, numbers)
-        values |= zip(eqn.outvars, made, strict=True)
-    return [read(atom) for atom in jaxpr.outvars]
-
-
-def _operation(eqn: Any, given: list[_Value], numbers: Iterator[int]) -> list[_Value]:
-    name = eqn.primitive.name
-    if name in _TRANSPARENT:
-        # A copy of an argument is not the argument.
-        return [
-            v._replace(number=next(numbers)) if v.number < 0 else v
-            for v in given[: len(eqn.outvars)]
-        ]
-    label = eqn.params.get("name") if name == "name" else None
-    if label is None:  # newer JAX has an object for it
-        label = getattr(eqn.params.get("_prim"), "name", None)
-    joined = _Value(
-        number=0,
-        args=frozenset().union(*(v.args for v in given)),
-        form_of=given[0].form_of if name in _MOVES else None,
-        random=name in _RANDOM or any(v.random for v in given),
-        origin=name if label is None else f"named {label!r}",
-        sites=(eqn,),
-    )
-    return [joined._replace(number=next(numbers)) for _ in eqn.outvars]
-
-
-def _call(
-    eqn: Any, bodies: list[Any], given: list[_Value], numbers: Iterator[int]
-) -> list[_Value]:
-    before = next(numbers)
-    results = [_turn(eqn, body, given, numbers) for body in bodies]
-    made = []
-    for var, inner, *ways in zip(eqn.outvars, bodies[0].outvars, *results, strict=True):
-        # Of a conditional, the branch that does something.
-        value = next((v for v in ways if v.args), ways[0])
-        if len(ways) > 1:
-            value = value._replace(
-                number=next(numbers), args=frozenset().union(*(v.args for v in ways))
-            )
-        if value.number > before:  # made in here
-            value = value._replace(sites=(eqn, *value.sites))
-        if var.aval.ndim > inner.aval.ndim:
-            length = var.aval.shape[0]
-            value = value._replace(number=next(numbers), loops=length * value.loops)
-        made.append(value)
-    return made
-
-
-def _turn(
-    eqn: Any, body: Any, given: list[_Value], numbers: Iterator[int]
-) -> list[_Value]:
-    """What a body returns; of a loop, after as many turns as change anything."""
-    inputs = given[len(given) - len(body.invars) :]
-    if eqn.primitive.name not in ("scan", "while"):
-        return _walk(body, inputs, numbers)
-    atoms = eqn.invars[len(given) - len(body.invars) :]
-    carried = sum(
-        v.aval.ndim == inner.aval.ndim for v, inner in zip(eqn.outvars, body.outvars)
-    )
-    scanned = sum(
-        atom.aval.ndim > inner.aval.ndim for atom, inner in zip(atoms, body.invars)
-    )
-    first = len(inputs) - scanned - carried
-    while True:
-        results = _walk(body, inputs, numbers)
-        changed = False
-        for i, out in enumerate(results[:carried], first):
-            old = inputs[i]
-            args, random = old.args | out.args, old.random or out.random
-            if out.number != old.number and (args, random) != (old.args, old.random):
-                inputs[i] = out._replace(args=args, random=random, form_of=None)
-                changed = True
-            elif out.number != old.number and old.form_of is not None:
-                # The argument at first, another value later.
-                inputs[i] = out._replace(args=args, random=random, form_of=None)
-                changed = True
-        if not changed:
-            return results
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    """The jaxprs that an operation runs and whose results are its own."""
-    name = eqn.primitive.name
-    if name not in _CALLS:
-        return []
-    if name == "while":
-        return [_open(eqn.params["body_jaxpr"])]
-    return [
-        inner
-        for inner in map(_open, core.jaxprs_in_params(eqn.params))
-        if len(inner.outvars) == len(eqn.outvars)
-        and len(inner.invars) <= len(eqn.invars)
-    ]
-
-
-def _open(jaxpr: Any) -> Any:
-    """Without its constants. Newer JAX has one class for both."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _dtype(var: Any) -> Any:
-    return var.aval.dtype
 
 
 # --- regions that are computed again --------------------------------------------------
@@ -526,43 +329,37 @@ def _dtype(var: Any) -> Any:
 
 def _computed_again(fun: Callable[..., PyTree], *args: PyTree) -> tuple[int, int]:
     """What the largest region holds besides what is kept, and how many there are."""
-    found = Counter(dict(_regions(_open(jax.make_jaxpr(fun)(*args)), 1)))
-    return max(map(_held, found), default=0), sum(found.values())
+    found = list(_regions(without_constants(jax.make_jaxpr(fun)(*args)), 1))
+    largest = max((_held(eqn) for eqn, _ in found), default=0)
+    return largest, sum(times for _, times in found)
 
 
-class _Region:
-    """A rematerialised region: an operation, known by its identity."""
-
-    def __init__(self, eqn: Any):
-        self.eqn = eqn
-
-
-def _regions(jaxpr: Any, times: int) -> Iterator[tuple[_Region, int]]:
+def _regions(jaxpr: Any, times: int) -> Iterator[tuple[Any, int]]:
+    """The rematerialised operations, each with how often it runs."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _REGIONS:
-            yield _Region(eqn), times
+            yield eqn, times
         elif name != "shard_map":  # whose body means nothing outside of it
             turns = times * (eqn.params.get("length", 1) if name == "scan" else 1)
-            for inner in _bodies(eqn):
+            for inner in bodies_of(eqn):
                 yield from _regions(inner, turns)
 
 
-def _held(region: _Region) -> int:
-    jaxpr, policy = region.eqn.params["jaxpr"], region.eqn.params["policy"]
+def _held(eqn: Any) -> int:
+    """What a region keeps when it is computed again, and did not keep before."""
+    jaxpr, policy = eqn.params["jaxpr"], eqn.params["policy"]
     closed: Any = jaxpr
     if not hasattr(jaxpr, "consts"):  # older JAX has two classes
         closed = core.ClosedJaxpr(jaxpr, ())  # type: ignore[attr-defined]
     body = core.jaxpr_as_fun(closed)
     shapes = [
-        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in _open(jaxpr).invars
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+        for v in without_constants(jaxpr).invars
     ]
     again, _ = _computed_again(body, *shapes)
     kept = kept_bytes(jax.checkpoint(body, policy=policy), *shapes)
     return kept_bytes(body, *shapes) + again - kept
-
-
-# --- names and lines of the user's ----------------------------------------------------
 
 
 def _argument_names(fun: Callable[..., PyTree], args: tuple[PyTree, ...]) -> list[str]:
@@ -577,42 +374,6 @@ def _argument_names(fun: Callable[..., PyTree], args: tuple[PyTree, ...]) -> lis
         for i, arg in enumerate(args)
         for path, _ in jax.tree_util.tree_leaves_with_path(arg)
     ]
-
-
-def _source(sites: tuple[Any, ...]) -> str:
-    """The user's line that led to an operation: the innermost in which there is one.
-
-    JAX cuts the lines of an operation at the function that was traced, so a library's
-    function that was traced for another caller has none of that caller's in it.
-    """
-    lines = next(filter(None, map(_user_lines, reversed(sites))), ())
-    if not lines:
-        return ""
-    file, line, function = lines[0]
-    path = Path(file)
-    if path.is_absolute() and path.is_relative_to(Path.cwd()):
-        file = str(path.relative_to(Path.cwd()))
-    elif path.is_absolute():
-        file = str(Path(*path.parts[-2:]))
-    return f"{file}:{line} ({function.rpartition('<locals>.')[2]})"
-
-
-def _user_lines(eqn: Any) -> tuple[tuple[str, int, str], ...]:
-    traceback = eqn.source_info.traceback
-    frames = [] if traceback is None else traceback.frames
-    return tuple(
-        (f.file_name, f.line_num, f.function_name)
-        for f in frames
-        if not f.file_name.startswith(_folders())
-    )
-
-
-@functools.cache
-def _folders() -> tuple[str, ...]:
-    """Where the libraries lie that stand between the user and an operation."""
-    modules = [sys.modules[name] for name in _LIBRARIES if name in sys.modules]
-    folders = [os.path.dirname(str(m.__file__)) + os.sep for m in modules]
-    return (*folders, functools.__file__, contextlib.__file__)
 
 
 # --- tables ---------------------------------------------------------------------------
