@@ -29,6 +29,7 @@ import jax.numpy as jnp
 
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.policies import Policy
+from gradacc_jax.checkpointing.regions import region
 from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.checkpointing.residuals import kept_bytes
 
@@ -123,6 +124,9 @@ def _stacked(
     def steps(x: PyTree, params: PyTree) -> PyTree:
         return lax.scan(lambda x, p: (body(x, p), None), x, params)[0]
 
+    def again_of(fun: Layer) -> Layer:
+        return region(fun, policy, prevent_cse=True, where="the body of remat_sequence")
+
     num = _num_layers(stacked)
     if policy == policies.none or num == 0:
         return steps(x, stacked)
@@ -130,14 +134,14 @@ def _stacked(
         segments = _sqrt_of_stacked(body, x, stacked, num)
     size = math.ceil(num / segments)
     if size == 1:
-        again = remat(lambda x, p: body(x, p), policy=policy)
+        again = again_of(body)
         return lax.scan(lambda x, p: (again(x, p), None), x, stacked)[0]
     if num % size == 0:
         # Another shape of the same array: nothing is copied.
         parts = jax.tree.map(
             lambda a: jnp.reshape(a, (num // size, size, *a.shape[1:])), stacked
         )
-        again = remat(steps, policy=policy)
+        again = again_of(steps)
         return lax.scan(lambda x, p: (again(x, p), None), x, parts)[0]
 
     # Cutting the parameters in two, for two loops, would copy all of them, and all of
@@ -148,10 +152,10 @@ def _stacked(
     def tail(x: PyTree, stacked: PyTree) -> PyTree:
         return steps(x, _rows(stacked, num - num % size, num % size))
 
-    again = remat(segment, policy=policy)
+    again = again_of(segment)
     starts = size * jnp.arange(num // size)
     x, _ = lax.scan(lambda x, start: (again(x, start, stacked), None), x, starts)
-    return remat(tail, policy=policy)(x, stacked)
+    return again_of(tail)(x, stacked)
 
 
 def _rows(stacked: PyTree, start: Any, size: int) -> PyTree:
