@@ -23,7 +23,9 @@ from gradacc_jax.checkpointing.residuals import (
 )
 from gradacc_jax.checkpointing.sequence import remat_sequence
 from gradacc_jax.microbatching import grad, value_and_grad
-from gradacc_jax.training import StepMetrics, train_step
+from gradacc_jax.statistics import rescale_momentum
+from gradacc_jax.stepping import StepMetrics
+from gradacc_jax.training import train_step
 
 __version__ = "0.1.0"
 
@@ -49,6 +51,7 @@ __all__ = [
     "remat_modules",
     "remat_sequence",
     "residual_report",
+    "rescale_momentum",
     "train_step",
     "value_and_grad",
 ]

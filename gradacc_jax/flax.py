@@ -4,29 +4,38 @@ Both count optimizer steps: ``step`` advances when a window is emitted, so a sch
 a checkpoint name that reads it means what it says.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 from typing import Any
 
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
-from flax.training import train_state
+from flax.training import dynamic_scale, train_state
 import jax
 import jax.numpy as jnp
 
-from gradacc_jax import losses
+from gradacc_jax import losses, microbatching, precision
 from gradacc_jax.accumulation import apply_gradients
 from gradacc_jax.accumulation.state import accumulators
-from gradacc_jax.training import (
+from gradacc_jax.stepping import (
     LossFn,
     StepMetrics,
+    StepOptions,
     WeightFn,
     micro_step,
+    stateless,
 )
 
 PyTree = Any
 
-__all__ = ["Optimizer", "TrainState", "linen_train_step", "nnx_train_step"]
+__all__ = [
+    "DynamicScale",
+    "Optimizer",
+    "TrainState",
+    "linen_train_step",
+    "nnx_train_step",
+]
 
 
 class TrainState(train_state.TrainState):
@@ -105,9 +114,11 @@ class TrainState(train_state.TrainState):
 def linen_train_step(
     loss_fn: LossFn,
     *,
+    carry: str | None = None,
     has_aux: bool = False,
     weight_fn: WeightFn | None = None,
     donate: bool = True,
+    **options: Any,
 ) -> Callable[..., tuple[train_state.TrainState, StepMetrics]]:
     """:func:`gradacc_jax.train_step` for a linen ``TrainState``.
 
@@ -115,9 +126,15 @@ def linen_train_step(
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``.
-      has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
+      carry: a field of the state that goes from one micro-batch to the next, in order:
+        ``"batch_stats"`` of a ``TrainState`` that has it, say. Then the loss is
+        ``loss_fn(params, batch_stats, batch)`` and returns ``(loss, batch_stats)`` or,
+        with ``has_aux``, ``(loss, (batch_stats, aux))``.
+      has_aux: whether ``loss_fn`` returns aux.
       weight_fn: from the batch to its number of loss terms.
       donate: whether the state is updated in place.
+      **options: ``num_microbatches``, ``microbatch_size``, ``batch_axis``,
+        ``loss_reduction``, ``aux_reduction`` and ``unroll`` as for ``train_step``.
 
     Returns:
       The step, a ``jax.jit`` function.
@@ -142,6 +159,15 @@ def linen_train_step(
       >>> print(state.step)
       2
     """
+    settings = StepOptions(has_aux=has_aux, weight_fn=weight_fn, **options)
+
+    def loss(params: PyTree, carried: PyTree, *args: Any) -> tuple[Any, PyTree]:
+        if carry is None:
+            return stateless(loss_fn, has_aux)(params, carried, *args)
+        what = f"(loss, {carry})"
+        value, rest = losses.pair_of(loss_fn(params, carried, *args), True, what)
+        new, aux = losses.pair_of(rest, has_aux, f"({carry}, aux)")
+        return value, (new, aux)
 
     def step(
         state: train_state.TrainState,
@@ -156,19 +182,26 @@ def linen_train_step(
                 "layers; take their gradients yourself and call "
                 "TrainState.apply_gradients"
             )
-        params, opt_state, metrics = micro_step(
-            loss_fn,
+        if carry is not None and not hasattr(state, carry):
+            raise ValueError(
+                f"carry={carry!r} is no field of {type(state).__name__}; subclass "
+                "TrainState with that field"
+            )
+        params, opt_state, carried, metrics = micro_step(
+            loss,
             state.tx,
             state.params,
             state.opt_state,
+            () if carry is None else getattr(state, carry),
             batch,
             key,
-            has_aux=has_aux,
-            weight_fn=weight_fn,
+            options=settings,
             emit=emit,
         )
+        new = {} if carry is None else {carry: carried}
         count = _next_step(state.step, opt_state)
-        return state.replace(step=count, params=params, opt_state=opt_state), metrics
+        state = state.replace(step=count, params=params, opt_state=opt_state, **new)
+        return state, metrics
 
     return jax.jit(
         step, static_argnames=("emit",), donate_argnums=(0,) if donate else ()
@@ -235,13 +268,15 @@ def nnx_train_step(
     has_aux: bool = False,
     weight_fn: WeightFn | None = None,
     donate: bool = True,
+    **options: Any,
 ) -> Callable[..., StepMetrics]:
     """:func:`gradacc_jax.train_step` for an nnx model and optimizer.
 
     The step is ``step(model, optimizer, batch, key=None, emit=None) -> metrics``; it
     changes the model and the optimizer in place. What the model holds besides the
     optimizer's parameters (random streams, statistics) is carried from micro-batch to
-    micro-batch.
+    micro-batch, in order. What it sows in a call of several micro-batches is that of
+    the last one.
 
     Args:
       loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, key)``.
@@ -249,6 +284,8 @@ def nnx_train_step(
       weight_fn: from the batch to its number of loss terms.
       donate: whether the old arrays are given up for the new ones. Then ``nnx.clone``,
         which shares arrays, keeps nothing: copy them to keep a model as it was.
+      **options: ``num_microbatches``, ``microbatch_size``, ``batch_axis``,
+        ``loss_reduction``, ``aux_reduction`` and ``unroll`` as for ``train_step``.
 
     Returns:
       The step, an ``nnx.jit`` function.
@@ -269,6 +306,11 @@ def nnx_train_step(
       >>> print(optimizer.step[...])
       2
     """
+    settings = StepOptions(has_aux=has_aux, weight_fn=weight_fn, **options)
+    # What is sown has shapes of its own in every model: no reduction but "last" fits.
+    settings = dataclasses.replace(
+        settings, aux_reduction=("last", settings.aux_reduction)
+    )
 
     def step(
         model: Any,
@@ -282,34 +324,121 @@ def nnx_train_step(
                 f"optimizer={type(optimizer).__name__} is not an nnx.Optimizer; call "
                 "step(model, optimizer, batch)"
             )
+        # What was sown before would grow from call to call, and be another state.
+        nnx.pop(model, nnx.Intermediate)
         graphdef, *states = nnx.split(model, optimizer.wrt, ...)
         params, carried = map(nnx.as_pure, states)
+        known = dict(nnx.to_flat_state(carried))
 
-        def loss(params: PyTree, *args: Any) -> tuple[jax.Array, PyTree]:
+        def loss(params: PyTree, carried: PyTree, *args: Any) -> tuple[Any, PyTree]:
             copy = nnx.merge(graphdef, params, carried)
-            out = loss_fn(copy, *args)
-            value, aux = losses.loss_and_aux(out, has_aux)
-            return value, (aux, nnx.state(copy, nnx.Not(optimizer.wrt)))
+            value, aux = losses.pair_of(loss_fn(copy, *args), has_aux)
+            new = dict(nnx.to_flat_state(nnx.state(copy, nnx.Not(optimizer.wrt))))
+            sown = {path: new.pop(path) for path in list(new) if path not in known}
+            return value, (
+                nnx.as_pure(nnx.from_flat_state(new)),
+                (nnx.from_flat_state(sown), aux),
+            )
 
-        params, opt_state, metrics = micro_step(
+        params, opt_state, carried, metrics = micro_step(
             loss,
             optimizer.tx,
             params,
             nnx.as_pure(optimizer.opt_state),
+            carried,
             batch,
             key,
-            has_aux=True,
-            weight_fn=weight_fn,
+            options=settings,
             emit=emit,
         )
-        aux, new = metrics.aux
-        nnx.update(model, params, new)
+        sown, aux = metrics.aux
+        nnx.update(model, params, carried, sown)
         _advance(optimizer, opt_state)
         return metrics._replace(aux=aux)
 
     return nnx.jit(
         step, static_argnames=("emit",), donate_argnums=(0, 1) if donate else ()
     )
+
+
+class DynamicScale(dynamic_scale.DynamicScale):
+    """``flax.training.dynamic_scale.DynamicScale`` for batches in micro-batches.
+
+    In float16 small gradients underflow. The loss is multiplied by a scale, and the
+    gradients divided by it once they are in float32; where that made them overflow,
+    they are to be dropped and the scale is lowered. Across calls Flax's own serves as
+    it is, once per micro-batch: hand on what it found as a weight of 0, or let
+    ``accumulate(..., skip_nonfinite="micro_batch")`` see to it.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from gradacc_jax.flax import DynamicScale
+      >>> def loss_fn(w, x):
+      ...     return jnp.mean((w * x).astype(jnp.float16) ** 2).astype(jnp.float32)
+      >>> scale = DynamicScale(scale=1024.0)
+      >>> scale, is_finite, loss, grad = scale.value_and_grad(
+      ...     loss_fn, num_microbatches=2)(jnp.float32(3), jnp.array([1.0, 2.0]))
+      >>> print(is_finite, loss, grad, scale.scale)
+      True 22.5 15.0 1024.0
+    """
+
+    def value_and_grad(
+        self,
+        fun: Callable[..., Any],
+        argnums: int | Sequence[int] = 0,
+        has_aux: bool = False,
+        axis_name: str | None = None,
+        **options: Any,
+    ) -> Callable[..., dynamic_scale.DynamicScaleResult]:
+        """As Flax's; with options, :func:`gradacc_jax.value_and_grad` of a scaled loss.
+
+        Args:
+          fun: the loss, or ``(loss, aux)``.
+          argnums: which arguments to differentiate.
+          has_aux: whether ``fun`` returns aux.
+          axis_name: as in Flax, without options.
+          **options: ``num_microbatches``, ``weight_fn``, ... All micro-batches of a
+            call have one scale.
+
+        Returns:
+          A function that returns ``(dynamic_scale, is_finite, value, grads)``, the
+          gradients in float32. Where ``is_finite`` is False keep the parameters.
+        """
+        flax_form = super().value_and_grad
+        if not options:
+            return flax_form(fun, argnums, has_aux, axis_name)
+        if axis_name is not None:
+            raise ValueError(
+                f"axis_name={axis_name!r} is for Flax's own form; leave it out beside "
+                f"{', '.join(options)}"
+            )
+        pairs = has_aux or options.get("state_argnums", ()) != ()
+
+        def scaled(*args: Any, **kwargs: Any) -> Any:
+            value, rest = losses.pair_of(fun(*args, **kwargs), pairs)
+            value = jax.tree.map(lambda x: self.scale * x.astype(jnp.float32), value)
+            return (value, rest) if pairs else value
+
+        both = microbatching.value_and_grad(scaled, argnums, has_aux, **options)
+
+        @functools.wraps(fun)
+        def run(*args: Any, **kwargs: Any) -> dynamic_scale.DynamicScaleResult:
+            out, grads = both(*args, **kwargs)
+            value, rest = losses.pair_of(out, pairs)
+            grads = jax.tree.map(lambda g: g.astype(jnp.float32) / self.scale, grads)
+            finite = precision.all_finite(grads)
+
+            # Flax's rule for the next scale, from one number that is finite if all are.
+            def stand_in(x: jax.Array) -> jax.Array:
+                return x * jnp.where(finite, jnp.float32(1), jnp.float32(jnp.nan))
+
+            new = flax_form(stand_in)(jnp.float32(1)).dynamic_scale
+            value = value / self.scale
+            return dynamic_scale.DynamicScaleResult(
+                new, finite, (value, rest) if pairs else value, grads
+            )
+
+        return run
 
 
 def _next_step(step: Any, opt_state: PyTree) -> jax.Array:

@@ -15,15 +15,14 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
-import numpy as np
 
-from gradacc_jax import losses, precision, references, splitting
+from gradacc_jax import arguments, auxiliary, losses, precision, references, splitting
 from gradacc_jax import window as windows
 from gradacc_jax.splitting import Part
 from gradacc_jax.window import Window
 
 PyTree = Any
-REDUCTIONS = ("mean", "sum", "last", "stack", "concat")
+ROLES = ("argnums", "batch_argnums", "key_argnums", "state_argnums")
 
 
 def value_and_grad(
@@ -103,28 +102,26 @@ def value_and_grad(
       >>> print(value, grad)
       7.5 -3.0
     """
-    options = _Options(
-        argnums=_numbers("argnums", argnums),
-        single=isinstance(argnums, int),
+    options = Options(
+        argnums=argnums,
         has_aux=has_aux,
-        num_microbatches=_count("num_microbatches", num_microbatches),
-        microbatch_size=_count("microbatch_size", microbatch_size),
-        batch_argnums=_numbers("batch_argnums", batch_argnums),
+        num_microbatches=num_microbatches,
+        microbatch_size=microbatch_size,
+        batch_argnums=batch_argnums,
         batch_axis=batch_axis,
         weight_fn=weight_fn,
         reduction=reduction,
         aux_reduction=aux_reduction,
-        key_argnums=_numbers("key_argnums", key_argnums),
-        state_argnums=_numbers("state_argnums", state_argnums),
-        single_state=isinstance(state_argnums, int),
-        accumulator_dtype=precision.check_dtype("accumulator_dtype", accumulator_dtype),
+        key_argnums=key_argnums,
+        state_argnums=state_argnums,
+        accumulator_dtype=accumulator_dtype,
         unroll=unroll,
     )
-    options.check()
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
-        return _Call(options, functools.partial(fun, **kwargs), args).run()
+        call = Call(options, functools.partial(fun, **kwargs), args)
+        return call.result(call.accumulated())
 
     return run
 
@@ -165,33 +162,37 @@ def grad(
     return run
 
 
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """The arguments of :func:`value_and_grad`, each in one form."""
+@dataclasses.dataclass
+class Options:
+    """The arguments of :func:`value_and_grad`, checked, and each in one form."""
 
-    argnums: tuple[int, ...]
-    single: bool
-    has_aux: bool
-    num_microbatches: Any
-    microbatch_size: Any
-    batch_argnums: tuple[int, ...]
-    batch_axis: PyTree
-    weight_fn: Callable[..., PyTree] | None
-    reduction: str
-    aux_reduction: PyTree
-    key_argnums: tuple[int, ...]
-    state_argnums: tuple[int, ...]
-    single_state: bool
-    accumulator_dtype: np.dtype | None
-    unroll: int
+    argnums: Any = 0
+    has_aux: bool = False
+    num_microbatches: Any = None
+    microbatch_size: Any = None
+    batch_argnums: Any = 1
+    batch_axis: PyTree = 0
+    weight_fn: Callable[..., PyTree] | None = None
+    reduction: str = "mean"
+    aux_reduction: PyTree = "mean"
+    key_argnums: Any = ()
+    state_argnums: Any = ()
+    accumulator_dtype: Any = jnp.float32
+    unroll: int = 1
 
-    @property
-    def num_real(self) -> Any:
-        """How many micro-batches are real, where that is known at run time only."""
+    def __post_init__(self) -> None:
+        self.single = isinstance(self.argnums, int)
+        self.single_state = isinstance(self.state_argnums, int)
+        for name in ("num_microbatches", "microbatch_size"):
+            setattr(self, name, arguments.count(name, getattr(self, name)))
+        for name in ROLES:
+            setattr(self, name, arguments.positions(name, getattr(self, name)))
+        self.accumulator_dtype = precision.check_dtype(
+            "accumulator_dtype", self.accumulator_dtype
+        )
+        # How many micro-batches are real, where that is known at run time only.
         traced = isinstance(self.num_microbatches, jax.Array)
-        return self.num_microbatches if traced else None
-
-    def check(self) -> None:
+        self.num_real = self.num_microbatches if traced else None
         if self.num_microbatches is None and self.microbatch_size is None:
             raise ValueError(
                 "num_microbatches=None and microbatch_size=None; give one of them"
@@ -205,114 +206,54 @@ class _Options:
             raise ValueError(
                 f'reduction={self.reduction!r} is not known; choose "mean" or "sum"'
             )
-        for how in jax.tree.leaves(self.aux_reduction):
-            if how not in REDUCTIONS:
-                raise ValueError(
-                    f"aux_reduction={how!r} is not known; choose one of {REDUCTIONS}"
-                )
-        taken: dict[int, str] = {}
-        for name in ("argnums", "batch_argnums", "key_argnums", "state_argnums"):
-            for number in getattr(self, name):
-                if number in taken:
-                    raise ValueError(
-                        f"argument {number} is in {taken[number]} and in {name}; an "
-                        "argument has one role"
-                    )
-                taken[number] = name
+        auxiliary.check_reduction(self.aux_reduction)
+        arguments.check_roles({name: getattr(self, name) for name in ROLES})
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """What the loop over micro-batches carries.
 
     Attributes:
       grads: the window of the gradients.
       loss: the window of the loss.
-      means: the window of the aux that are averaged, a list.
-      sums: the aux that are summed, a list.
-      last: the aux of the last micro-batch, a list.
+      aux: what is reduced of the aux.
       state: the carried arguments.
     """
 
     grads: Window
     loss: Window
-    means: Window
-    sums: list[jax.Array]
-    last: list[jax.Array]
+    aux: auxiliary.Held
     state: PyTree
 
 
-class _Aux:
-    """The aux, leaf by leaf, with the reduction that each one gets."""
+class Accumulated(NamedTuple):
+    """What the loop over all micro-batches left.
 
-    def __init__(self, aux: PyTree, reduction: PyTree):
-        """Spreads ``reduction`` over the shapes of one micro-batch's ``aux``."""
-        self.tree = jax.tree.structure(aux)
-        self.dtypes = [x.dtype for x in jax.tree.leaves(aux)]
-        try:
-            spread = jax.tree.map(
-                lambda how, tree: jax.tree.map(lambda _: how, tree), reduction, aux
-            )
-        except ValueError as error:
-            raise ValueError(
-                f"aux_reduction={reduction!r} is no pytree prefix of the aux "
-                f"{self.tree}; pass one reduction, or a tree that begins alike"
-            ) from error
-        self.hows = jax.tree.leaves(spread)
+    Attributes:
+      held: what it carried.
+      outs: for each size of micro-batches, the aux that are kept of each.
+      dtype: the loss's.
+      divides: whether the sums are still to be divided by the weights.
+    """
 
-    def check(self, aux: PyTree, size: int, named: bool) -> None:
-        for (path, x), how in zip(
-            jax.tree_util.tree_leaves_with_path(aux), self.hows, strict=True
-        ):
-            name = f"aux{jax.tree_util.keystr(path)}"
-            numeric = jnp.issubdtype(x.dtype, jnp.inexact)
-            if how == "mean" and not numeric:
-                raise ValueError(
-                    f"{name} has dtype {x.dtype}, which has no mean; choose the "
-                    'aux_reduction "sum", "last", "stack" or "concat", or cast it'
-                )
-            if how == "mean" and named:
-                raise ValueError(
-                    f'aux_reduction="mean" for {name}: weight_fn gives several '
-                    'weights, and it is not known which one; choose "sum" and divide'
-                )
-            if how == "sum" and not jnp.issubdtype(x.dtype, jnp.number):
-                raise ValueError(
-                    f"{name} has dtype {x.dtype}, which has no sum; cast it to integers"
-                )
-            if how == "concat" and (x.ndim == 0 or x.shape[0] != size):
-                raise ValueError(
-                    f'{name} has shape {x.shape}; for the aux_reduction "concat" its '
-                    f"first axis must be that of the {size} examples"
-                )
-
-    def pick(self, aux: PyTree, *which: str) -> list[Any]:
-        leaves = jax.tree.leaves(aux)
-        return [x for x, how in zip(leaves, self.hows, strict=True) if how in which]
-
-    def assemble(self, results: dict[str, list[Any]]) -> PyTree:
-        queues = {how: iter(leaves) for how, leaves in results.items()}
-        leaves = [
-            next(queues[how]).astype(dtype)
-            for how, dtype in zip(self.hows, self.dtypes, strict=True)
-        ]
-        return jax.tree.unflatten(self.tree, leaves)
+    held: Sums
+    outs: list[list[jax.Array]]
+    dtype: Any
+    divides: bool
 
 
-class _Call:
+class Call:
     """One call of the function: its arguments in their roles, and the loop."""
 
     def __init__(
-        self, options: _Options, fun: Callable[..., Any], args: tuple[Any, ...]
+        self, options: Options, fun: Callable[..., Any], args: tuple[Any, ...]
     ):
         self.options = o = options
         self.fun = fun
         self.args = args
-        needed = max(*o.argnums, *o.batch_argnums, *o.key_argnums, *o.state_argnums, 0)
-        if needed >= len(args):
-            raise ValueError(
-                f"argument {needed} has a role, but there are {len(args)} positional "
-                "arguments; pass it by position"
-            )
+        arguments.check_given(
+            (*o.argnums, *o.batch_argnums, *o.key_argnums, *o.state_argnums), args
+        )
         self.wrt = jax.tree.map(jnp.asarray, self._args(o.argnums))
         for leaf in jax.tree.leaves(self.wrt):
             if not precision.has_gradient(leaf):
@@ -321,7 +262,7 @@ class _Call:
                     f"{precision.dtype_of(leaf)}, which has none; pass floating numbers"
                 )
         for number in o.key_argnums:
-            _check_key(number, args[number])
+            arguments.check_key(number, args[number])
         self.batch = self._args(o.batch_argnums)
         axis = o.batch_axis
         if len(self.batch) == 1 or not isinstance(axis, tuple):
@@ -333,7 +274,8 @@ class _Call:
             o.microbatch_size,
         )
 
-    def run(self) -> Any:
+    def accumulated(self) -> Accumulated:
+        """The loop: what all micro-batches together give, not yet divided."""
         o = self.options
         state = self._args(o.state_argnums)
         sample = jax.eval_shape(lambda: self.micro_batch(self.parts[0], 0))
@@ -343,9 +285,8 @@ class _Call:
         weight = jax.eval_shape(lambda m: self.weight(self.parts[0], m), sample)
         named = weight is not None and not losses.is_leaf(weight)
         _check_terms(loss, weight, named)
-        _check_state(state, new_state)
-        self.aux = _Aux(aux, o.aux_reduction)
-        self.aux.check(aux, self.parts[0].size, named)
+        arguments.check_state(state, new_state)
+        self.aux = auxiliary.Reducer(aux, o.aux_reduction, self.parts[0].size, named)
         # Known beforehand only where terms have denominators of their own.
         self.reciprocals = self.reciprocal_totals() if named else None
 
@@ -362,21 +303,21 @@ class _Call:
             weighted,
         )
         scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
-        held = _Sums(
+        held = Sums(
             grads=grads,
             loss=windows.empty(scalar, None),
-            means=windows.empty(self.aux.pick(aux, "mean"), jnp.float32),
-            sums=[_wide_zeros(x) for x in self.aux.pick(aux, "sum")],
-            last=[jnp.zeros(x.shape, x.dtype) for x in self.aux.pick(aux, "last")],
+            aux=self.aux.empty(),
             state=jax.tree.map(jnp.asarray, state),
         )
         outs = []
         for part in self.parts:
             held, out = self.loop(part, held)
             outs.append(out)
-        return self.result(held, loss, aux, outs)
+        # Known beforehand, terms with denominators of their own are divided already.
+        divides = not named and (o.reduction == "mean" or o.weight_fn is not None)
+        return Accumulated(held, outs, jax.tree.leaves(loss)[0].dtype, divides)
 
-    def loop(self, part: Part, held: _Sums) -> tuple[_Sums, list[jax.Array]]:
+    def loop(self, part: Part, held: Sums) -> tuple[Sums, list[jax.Array]]:
         body = functools.partial(self.step, part)
         if part.count == 1:
             held, out = body(held, jnp.zeros((), jnp.int32))
@@ -385,23 +326,21 @@ class _Call:
         return lax.scan(body, held, jnp.arange(part.count), unroll=unroll)
 
     def step(
-        self, part: Part, held: _Sums, i: jax.Array
-    ) -> tuple[_Sums, list[jax.Array]]:
+        self, part: Part, held: Sums, i: jax.Array
+    ) -> tuple[Sums, list[jax.Array]]:
         """One micro-batch added, if it is real."""
         add = functools.partial(self.add, part)
         num_real = self.options.num_real
         if num_real is None:
             return add(held, i)
 
-        def leave_out(held: _Sums, i: jax.Array) -> tuple[_Sums, list[jax.Array]]:
+        def leave_out(held: Sums, i: jax.Array) -> tuple[Sums, list[jax.Array]]:
             _, out = jax.eval_shape(add, held, i)
             return held, [jnp.zeros(x.shape, x.dtype) for x in out]
 
         return lax.cond(part.first + i < num_real, add, leave_out, held, i)
 
-    def add(
-        self, part: Part, held: _Sums, i: jax.Array
-    ) -> tuple[_Sums, list[jax.Array]]:
+    def add(self, part: Part, held: Sums, i: jax.Array) -> tuple[Sums, list[jax.Array]]:
         micro = self.micro_batch(part, i)
         weight = self.weight(part, micro)
         index = part.first + i
@@ -442,52 +381,24 @@ class _Call:
             )
         if shares is not None:
             loss = _total(loss, shares)
-        added = _Sums(
+        held_aux, out = self.aux.add(held.aux, aux, weight)
+        added = Sums(
             grads=Window(
                 total, windows.weighed(held.grads.weight, weight, first=False)
             ),
             loss=windows.add(held.loss, loss, weight, first=False, weighted=weighted),
-            means=windows.add(
-                held.means, self.aux.pick(aux, "mean"), weight, first=False
-            ),
-            sums=[
-                total + x.astype(total.dtype)
-                for total, x in zip(held.sums, self.aux.pick(aux, "sum"), strict=True)
-            ],
-            last=self.aux.pick(aux, "last"),
+            aux=held_aux,
             state=state,
         )
-        return added, self.aux.pick(aux, "stack", "concat")
+        return added, out
 
-    def result(
-        self, held: _Sums, loss: PyTree, aux: PyTree, outs: list[list[jax.Array]]
-    ) -> Any:
-        o = self.options
-        divides = self.reciprocals is None and (
-            o.reduction == "mean" or o.weight_fn is not None
-        )
-        grads = windows.close(held.grads, self.wrt, mean=divides)
-        value = windows.average(held.loss) if divides else held.loss.total
-        value = value.astype(jax.tree.leaves(loss)[0].dtype)
-        by_leaf = list(zip(*outs))
-        hows = [how for how in self.aux.hows if how in ("stack", "concat")]
-        aux = self.aux.assemble(
-            {
-                "mean": windows.average(held.means),
-                "sum": held.sums,
-                "last": held.last,
-                "stack": [
-                    jnp.concatenate(x)
-                    for x, how in zip(by_leaf, hows)
-                    if how == "stack"
-                ],
-                "concat": [
-                    splitting.joined(x)
-                    for x, how in zip(by_leaf, hows)
-                    if how == "concat"
-                ],
-            }
-        )
+    def result(self, found: Accumulated) -> Any:
+        """What :func:`value_and_grad` returns."""
+        o, held = self.options, found.held
+        grads = windows.close(held.grads, self.wrt, mean=found.divides)
+        value = windows.average(held.loss) if found.divides else held.loss.total
+        value = value.astype(found.dtype)
+        aux = self.aux.result(held.aux, found.outs)
         grads = grads[0] if o.single else grads
         if not o.state_argnums:
             return ((value, aux) if o.has_aux else value), grads
@@ -561,50 +472,6 @@ def _total(terms: PyTree, shares: PyTree) -> jax.Array:
     return functools.reduce(operator.add, jax.tree.leaves(counted))
 
 
-def _wide_zeros(x: Any) -> jax.Array:
-    wide = precision.working_dtype(x.dtype) if precision.has_gradient(x) else x.dtype
-    return jnp.zeros(x.shape, wide)
-
-
-def _numbers(name: str, numbers: Any) -> tuple[int, ...]:
-    given = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    for number in given:
-        if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-            raise ValueError(
-                f"{name}={numbers!r}: expected positions of arguments, counted from 0"
-            )
-    return given
-
-
-def _count(name: str, count: Any) -> Any:
-    """A number of things: None, a Python int, or a traced integer scalar."""
-    if count is None:
-        return None
-    if isinstance(count, jax.core.Tracer):
-        if count.shape == () and jnp.issubdtype(count.dtype, jnp.integer):
-            return count
-    elif not isinstance(count, bool):
-        try:
-            number = operator.index(count)
-        except TypeError:
-            pass
-        else:
-            if number >= 1:
-                return number
-            raise ValueError(f"{name}={number} is less than 1; choose at least 1")
-    raise ValueError(f"{name}={count!r} is not an integer; choose at least 1")
-
-
-def _check_key(number: int, key: Any) -> None:
-    dtype = getattr(key, "dtype", None)
-    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-    if not ((typed and key.shape == ()) or (dtype == jnp.uint32 and key.ndim == 1)):
-        raise ValueError(
-            f"key_argnums: argument {number} is {type(key).__name__} of dtype {dtype}, "
-            "not one PRNG key; pass jax.random.key(seed)"
-        )
-
-
 def _check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
     if not named:
         losses.check_loss(loss)
@@ -623,24 +490,3 @@ def _check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
         )
     for term in jax.tree.leaves(loss):
         losses.check_loss(term)
-
-
-def _check_state(old: PyTree, new: PyTree) -> None:
-    def described(state: PyTree) -> dict[str, str]:
-        return {
-            jax.tree_util.keystr(path): f"{precision.dtype_of(x)}{list(jnp.shape(x))}"
-            for path, x in jax.tree_util.tree_leaves_with_path(state)
-        }
-
-    before, after = described(old), described(new)
-    tree: Any = jax.tree.structure(old)
-    if tree == jax.tree.structure(new) and before == after:
-        return
-    changed = sorted(
-        path for path in {*before, *after} if before.get(path) != after.get(path)
-    )
-    raise ValueError(
-        "the carried state changes from micro-batch to micro-batch: "
-        + ", ".join(f"{p}: {before.get(p)} -> {after.get(p)}" for p in changed[:4])
-        + "; return it in the structure, shapes and dtypes it came in"
-    )

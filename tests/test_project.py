@@ -33,11 +33,13 @@ ROWS = (
     {"planning"},
     {"flax"},  # puts training's step and the accumulator into Flax's classes
     {"training"},
-    {"averaging", "contrastive", "equivalence", "monitoring"},
+    {"stepping"},
+    {"averaging", "contrastive", "equivalence", "monitoring", "statistics"},
     {"accumulation", "microbatching"},
+    {"auxiliary"},
     {"window"},
     {"references", "splitting", "reduction", "checkpointing"},
-    {"precision", "losses"},
+    {"precision", "losses", "arguments"},
 )
 LEVEL = {room: -i for i, row in enumerate(ROWS) for room in row}
 

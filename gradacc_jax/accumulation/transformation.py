@@ -20,7 +20,7 @@ import optax
 
 from gradacc_jax import precision
 from gradacc_jax import window as windows
-from gradacc_jax.accumulation import checks
+from gradacc_jax.accumulation import checks, silence
 from gradacc_jax.accumulation.state import (
     AccumulateState,
     SkipCounts,
@@ -320,7 +320,9 @@ class _Accumulation:
                 gradient, inner_state, params, **self._averaged(state, extra_args)
             )
             checks.check_inner_state(inner_state, new_inner_state)
-            updates = jax.tree.map(_still, grads, updates, is_leaf=precision.is_masked)
+            updates = jax.tree.map(
+                silence.still, grads, updates, is_leaf=precision.is_masked
+            )
             return updates, precision.cast_like(new_inner_state, inner_state)
 
         def rest(inner_state: Any) -> tuple[PyTree, Any]:
@@ -328,7 +330,7 @@ class _Accumulation:
             # Without a conditional an addition follows, which XLA drops where it sees
             # the zeros.
             count = None if isinstance(runs, bool) else state.mini_step
-            return _zero_updates(updates, count), inner_state
+            return silence.zero_updates(updates, count), inner_state
 
         if isinstance(runs, bool):
             updates, inner_state = (run if runs else rest)(state.inner_state)
@@ -546,42 +548,6 @@ def _turn(state: AccumulateState) -> AccumulateState:
             closed, optax.safe_increment(state.gradient_step), state.gradient_step
         ),
     )
-
-
-def _zero_updates(updates: PyTree, count: jax.Array | None) -> PyTree:
-    """Updates that change nothing: -0.0, for ``x + -0.0`` is x also where x is -0.0.
-
-    With a ``count`` each is made from a number of its own, 0 times some count: of one
-    constant XLA would write one array, and copy it to all others of its shape.
-    """
-    leaves, tree = jax.tree.flatten(updates)
-    counts = [None if count is None else count + i for i in range(len(leaves))]
-    return jax.tree.unflatten(tree, map(_zero_update, leaves, counts))
-
-
-def _zero_update(aval: Any, count: jax.Array | None) -> Any:
-    if aval.dtype == jax.dtypes.float0:
-        return np.zeros(aval.shape, jax.dtypes.float0)
-    if not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return jnp.zeros(aval.shape, aval.dtype)
-    part = jnp.finfo(aval.dtype).dtype  # of a complex number its real part's
-    zero = jnp.asarray(-0.0, part) if count is None else -(0.0 * count.astype(part))
-    if jnp.issubdtype(aval.dtype, jnp.complexfloating):
-        zero = jax.lax.complex(zero, zero)
-    return jnp.broadcast_to(zero, aval.shape)
-
-
-def _still(g: Any, update: Any) -> Any:
-    """The update of a leaf: integers have no gradient, and are not moved.
-
-    As floats, which optimizers make of them, their updates would round them.
-    """
-    if precision.is_masked(update) or precision.has_gradient(g):
-        return update
-    dtype = precision.dtype_of(g)
-    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
-        return g
-    return jax.lax.full_like(g, 0)
 
 
 def _counted(skips: Any, skipped: jax.Array, looked: Any = True) -> SkipCounts:

@@ -105,6 +105,12 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "--gradient-accumulation-steps",
         help="micro-batches in an optimizer step",
     )
+    batch.add_argument(
+        "--in-step",
+        action="store_true",
+        help="make an optimizer step in one call, with its micro-batches in a loop "
+        "inside the program; the same losses, but for rounding",
+    )
 
     model = parser.add_argument_group("model")
     _add_number(model, "--num-layers", help="transformer blocks")

@@ -109,23 +109,26 @@ def introduction(settings: Settings, corpus: Corpus, params: PyTree) -> str:
 
 
 def savings(
-    micro_step: jax.stages.Compiled,
+    settings: Settings,
+    step: jax.stages.Compiled,
     full_step: jax.stages.Compiled | None,
-    accumulator: PyTree,
+    params: PyTree,
 ) -> str:
     """What the compiler says that the two programs need beside their arguments."""
     if full_step is None:
         return "temporaries: the full batch in one pass does not fit on this device"
-    ours, theirs = micro_step.memory_analysis(), full_step.memory_analysis()
+    ours, theirs = step.memory_analysis(), full_step.memory_analysis()
     if ours is None or theirs is None:
         return "temporaries: this backend does not tell"
     small, large = ours.temp_size_in_bytes, theirs.temp_size_in_bytes
-    sums = sum(leaf.nbytes for leaf in jax.tree.leaves(accumulator))
+    sums = sum(leaf.nbytes for leaf in jax.tree.leaves(params))  # all are float32
     times = large / max(small, 1)
+    what = "a step in micro-batches" if settings.in_step else "a micro-step"
+    where = "among these" if settings.in_step else "between micro-steps"
     return (
         f"temporaries: {large / MIB:,.1f} MiB for the full batch in one pass, "
-        f"{small / MIB:,.1f} MiB for a micro-step ({times:.1f} x less)\n"
-        f"accumulator: {sums / MIB:,.1f} MiB, the sum of gradients between micro-steps"
+        f"{small / MIB:,.1f} MiB for {what} ({times:.1f} x less)\n"
+        f"accumulator: {sums / MIB:,.1f} MiB, the sum of gradients {where}"
     )
 
 

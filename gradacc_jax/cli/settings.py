@@ -42,6 +42,8 @@ class Settings:
         global_batch: sequences in an optimizer step.
         micro_batch: sequences in a forward and backward pass.
         num_microbatches: micro-batches in an optimizer step.
+        in_step: whether an optimizer step is one call on the global batch, which is
+            split inside the program; else it is a call for each micro-batch.
         steps: optimizer steps.
         seq_len: bytes in a sequence.
         num_layers: transformer blocks.
@@ -62,6 +64,7 @@ class Settings:
     global_batch: int = 16
     micro_batch: int = 4
     num_microbatches: int = 4
+    in_step: bool = False
     steps: int = 240
     seq_len: int = 128
     num_layers: int = 4
@@ -83,6 +86,16 @@ class Settings:
                 f"{self.num_heads} heads of an even number of channels; choose a "
                 f"multiple of {2 * self.num_heads}"
             )
+        if self.in_step and self.skip_nonfinite == "micro_batch":
+            raise CommandError(
+                "--skip-nonfinite=micro_batch looks at micro-batches one by one, and "
+                "--in-step adds them up in one call; choose --skip-nonfinite window"
+            )
+
+    @property
+    def microbatches_in_call(self) -> int:
+        """How many micro-batches one call of the training step takes."""
+        return self.num_microbatches if self.in_step else 1
 
     @property
     def micro_steps(self) -> int:

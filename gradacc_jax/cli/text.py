@@ -104,11 +104,21 @@ class Corpus:
         return self.train.batch(starts, settings.seq_len)
 
     def global_batch(self, settings: Settings, step: int) -> Batch:
-        """All micro-batches of optimizer step `step`, from 0, end to end."""
+        """All micro-batches of optimizer step `step`, from 0.
+
+        They are interleaved as `train_step` splits a batch: of k micro-batches, i has
+        every k-th sequence, from i on.
+        """
         first = step * settings.num_microbatches
         window = range(first, first + settings.num_microbatches)
         parts = [self.micro_batch(settings, index) for index in window]
-        return Batch(*map(np.concatenate, zip(*parts)))
+        return Batch(*(_interleaved(arrays) for arrays in zip(*parts)))
+
+    def call_batch(self, settings: Settings, index: int) -> Batch:
+        """What the call that begins with micro-step `index` trains on."""
+        if settings.in_step:
+            return self.global_batch(settings, index // settings.num_microbatches)
+        return self.micro_batch(settings, index)
 
     def held_out_batches(self, settings: Settings, limit: int) -> Iterator[Batch]:
         """At most `limit` batches, spread evenly over the held-out text."""
@@ -118,6 +128,10 @@ class Corpus:
         starts = np.linspace(0, places - 1, count * size).astype(np.int64)
         for part in starts.reshape(count, size):
             yield self.held_out.batch(part, seq_len)
+
+
+def _interleaved(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def load_corpus(paths: Sequence[str], seq_len: int) -> Corpus:

@@ -1,8 +1,9 @@
 """`gradacc train`: the story of a run, from top to bottom.
 
 The text, the model and the optimizer are made from the settings. Two programs are
-compiled: the micro-step that the run is made of and, to compare, one step on the full
-batch. Then micro-steps follow one another. Which window a micro-step is in and what
+compiled: the step that the run is made of, on one micro-batch or on several, and, to
+compare, one step on the full batch in one pass. Then calls follow one another. Which
+window a micro-step is in and what
 text it sees are functions of its number alone, so that this number, the parameters and
 the optimizer's state are all that a checkpoint has to hold.
 """
@@ -76,16 +77,24 @@ def train(
     forward, params = model.create(settings)
     loss_fn = functools.partial(model.next_byte_loss, forward)
     skip = None if settings.skip_nonfinite == "none" else settings.skip_nonfinite
-    tx = accumulate(optimizer, settings.num_microbatches, skip_nonfinite=skip)
+    tx = optimizer
+    if skip or not settings.in_step:
+        calls = settings.num_microbatches // settings.microbatches_in_call
+        tx = accumulate(optimizer, calls, skip_nonfinite=skip)
     state = jax.jit(tx.init)(params)
     print(report.introduction(settings, corpus, params), flush=True)
 
     # Compiled ahead of time, so that nothing can compile again behind our back.
     step = _compile(
-        train_step(loss_fn, tx, weight_fn=model.weight),
+        train_step(
+            loss_fn,
+            tx,
+            weight_fn=model.weight,
+            num_microbatches=settings.microbatches_in_call,
+        ),
         params,
         state,
-        corpus.micro_batch(settings, 0),
+        corpus.call_batch(settings, 0),
     )
     try:
         full_step = _compile(
@@ -101,7 +110,7 @@ def train(
                 f"--verify needs the full batch in one pass: {first_line(error)}"
             ) from error
         full_step = None
-    print(report.savings(step, full_step, state.acc_grads), flush=True)
+    print(report.savings(settings, step, full_step, params), flush=True)
 
     with output.Checkpoints(folder, settings) as checkpoints:
         micro_step, params, state = checkpoints.restore(params, state)
@@ -115,10 +124,10 @@ def train(
         ):
             running = None
             while micro_step < settings.micro_steps and stop.signal is None:
-                batch = corpus.micro_batch(settings, micro_step)
+                batch = corpus.call_batch(settings, micro_step)
                 params, state, metrics = step(params, state, batch)
-                micro_step += 1
-                # One micro-step runs and one waits. The device is never idle, and the
+                micro_step += settings.microbatches_in_call
+                # One call runs and one waits. The device is never idle, and the
                 # progress bar, or a signal, never far from what it does.
                 jax.block_until_ready(running)
                 running = metrics
