@@ -50,8 +50,8 @@ __all__ = [
     "remat",
     "remat_modules",
     "remat_sequence",
-    "residual_report",
     "rescale_momentum",
+    "residual_report",
     "train_step",
     "value_and_grad",
 ]
