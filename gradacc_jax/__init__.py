@@ -16,6 +16,12 @@ from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.modules import remat_modules
 from gradacc_jax.checkpointing.remat import remat
+from gradacc_jax.checkpointing.residuals import (
+    Residual,
+    ResidualReport,
+    residual_report,
+)
+from gradacc_jax.checkpointing.sequence import remat_sequence
 from gradacc_jax.contrastive import chunked_encode
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.statistics import rescale_momentum
@@ -28,6 +34,8 @@ __all__ = [
     "AccumulateState",
     "AccumulateTransformation",
     "ParameterEmaState",
+    "Residual",
+    "ResidualReport",
     "SkipCounts",
     "StepMetrics",
     "accumulate",
@@ -43,7 +51,9 @@ __all__ = [
     "raise_if_skipping",
     "remat",
     "remat_modules",
+    "remat_sequence",
     "rescale_momentum",
+    "residual_report",
     "train_step",
     "value_and_grad",
 ]
