@@ -16,6 +16,7 @@ from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.modules import remat_modules
 from gradacc_jax.checkpointing.remat import remat
+from gradacc_jax.contrastive import chunked_encode
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.statistics import rescale_momentum
 from gradacc_jax.stepping import StepMetrics
@@ -32,6 +33,7 @@ __all__ = [
     "accumulate",
     "accumulation_metrics",
     "apply_gradients",
+    "chunked_encode",
     "from_multi_steps_state",
     "grad",
     "has_updated",
