@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from gradacc_jax import losses, microbatching, precision
 from gradacc_jax.accumulation import apply_gradients
 from gradacc_jax.accumulation.state import accumulators
+from gradacc_jax.checkpointing import policies
+from gradacc_jax.checkpointing.modules import remat_modules
 from gradacc_jax.stepping import (
     LossFn,
     StepMetrics,
@@ -25,6 +27,7 @@ from gradacc_jax.stepping import (
     WeightFn,
     micro_step,
     stateless,
+    with_policy,
 )
 
 PyTree = Any
@@ -115,6 +118,7 @@ def linen_train_step(
     loss_fn: LossFn,
     *,
     carry: str | None = None,
+    policy: Any = "none",
     has_aux: bool = False,
     weight_fn: WeightFn | None = None,
     donate: bool = True,
@@ -130,6 +134,8 @@ def linen_train_step(
         ``"batch_stats"`` of a ``TrainState`` that has it, say. Then the loss is
         ``loss_fn(params, batch_stats, batch)`` and returns ``(loss, batch_stats)`` or,
         with ``has_aux``, ``(loss, (batch_stats, aux))``.
+      policy: as for ``train_step``; for the blocks of a model that takes none use
+        :func:`gradacc_jax.remat_modules`.
       has_aux: whether ``loss_fn`` returns aux.
       weight_fn: from the batch to its number of loss terms.
       donate: whether the state is updated in place.
@@ -160,12 +166,13 @@ def linen_train_step(
       2
     """
     settings = StepOptions(has_aux=has_aux, weight_fn=weight_fn, **options)
+    rematerialised = with_policy(loss_fn, policy)
 
     def loss(params: PyTree, carried: PyTree, *args: Any) -> tuple[Any, PyTree]:
         if carry is None:
-            return stateless(loss_fn, has_aux)(params, carried, *args)
+            return stateless(rematerialised, has_aux)(params, carried, *args)
         what = f"(loss, {carry})"
-        value, rest = losses.pair_of(loss_fn(params, carried, *args), True, what)
+        value, rest = losses.pair_of(rematerialised(params, carried, *args), True, what)
         new, aux = losses.pair_of(rest, has_aux, f"({carry}, aux)")
         return value, (new, aux)
 
@@ -265,6 +272,7 @@ class Optimizer(nnx.Optimizer[Any]):
 def nnx_train_step(
     loss_fn: LossFn,
     *,
+    policy: Any = "none",
     has_aux: bool = False,
     weight_fn: WeightFn | None = None,
     donate: bool = True,
@@ -280,6 +288,9 @@ def nnx_train_step(
 
     Args:
       loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, key)``.
+      policy: what the forward pass keeps for the backward pass. ``loss_fn`` is given
+        the model with its repeated blocks rematerialised, by
+        :func:`gradacc_jax.remat_modules`.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       weight_fn: from the batch to its number of loss terms.
       donate: whether the old arrays are given up for the new ones. Then ``nnx.clone``,
@@ -306,6 +317,7 @@ def nnx_train_step(
       >>> print(optimizer.step[...])
       2
     """
+    policy = policies.resolve(policy)
     settings = StepOptions(has_aux=has_aux, weight_fn=weight_fn, **options)
     # What is sown has shapes of its own in every model: no reduction but "last" fits.
     settings = dataclasses.replace(
@@ -332,6 +344,8 @@ def nnx_train_step(
 
         def loss(params: PyTree, carried: PyTree, *args: Any) -> tuple[Any, PyTree]:
             copy = nnx.merge(graphdef, params, carried)
+            if policy != policies.none:
+                copy = remat_modules(copy, policy=policy)
             value, aux = losses.pair_of(loss_fn(copy, *args), has_aux)
             new = dict(nnx.to_flat_state(nnx.state(copy, nnx.Not(optimizer.wrt))))
             sown = {path: new.pop(path) for path in list(new) if path not in known}

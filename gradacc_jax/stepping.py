@@ -8,7 +8,9 @@ over the micro-batches of a batch that is split (``microbatching.py``).
 from collections.abc import Callable
 import dataclasses
 import functools
+import inspect
 import operator
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 import warnings
 
@@ -36,6 +38,8 @@ from gradacc_jax.accumulation import (
 from gradacc_jax.accumulation.application import close
 from gradacc_jax.accumulation.checks import check_weight
 from gradacc_jax.accumulation.state import accumulators, unused
+from gradacc_jax.checkpointing import policies
+from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.window import Window
 
 PyTree = Any
@@ -178,12 +182,23 @@ def micro_step(
 def stateless(loss_fn: LossFn, has_aux: bool) -> LossFn:
     """The user's loss in the form that :func:`micro_step` takes."""
 
-    @functools.wraps(loss_fn)
     def loss(params: PyTree, carried: PyTree, *args: Any) -> tuple[Any, PyTree]:
         value, aux = losses.pair_of(loss_fn(params, *args), has_aux)
         return value, (carried, aux)
 
     return loss
+
+
+def with_policy(loss_fn: LossFn, policy: Any) -> LossFn:
+    """The loss with a policy: handed to it if it takes one, else applied to it."""
+    policy = policies.resolve(policy)
+    try:
+        takes = inspect.signature(loss_fn).parameters
+    except (TypeError, ValueError):  # some callables have none
+        takes = MappingProxyType({})
+    if "policy" in takes:
+        return functools.partial(loss_fn, policy=policy)
+    return loss_fn if policy == policies.none else remat(loss_fn, policy=policy)
 
 
 def _resolved(options: StepOptions, tx: optax.GradientTransformation) -> StepOptions:

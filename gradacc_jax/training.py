@@ -18,6 +18,7 @@ from gradacc_jax.stepping import (
     WeightFn,
     micro_step,
     stateless,
+    with_policy,
 )
 
 PyTree = Any
@@ -29,6 +30,7 @@ def train_step(
     *,
     num_microbatches: int = 1,
     microbatch_size: int | None = None,
+    policy: Any = "none",
     batch_axis: PyTree = 0,
     has_aux: bool = False,
     weight_fn: WeightFn | None = None,
@@ -67,6 +69,11 @@ def train_step(
       num_microbatches: into how many micro-batches a call's batch is split.
       microbatch_size: or how many examples each of them has (the last has what is
         left).
+      policy: what the forward pass keeps for the backward pass; a string or one of
+        :mod:`gradacc_jax.policies`. A ``loss_fn`` with an argument ``policy`` is given
+        it, to apply it to the blocks of its model. To another one it is applied as a
+        whole, by :func:`gradacc_jax.remat`: right for "dots" or names, and no use, as a
+        warning then says, for "full".
       batch_axis: the examples' axis: an integer, or a pytree prefix of the batch; None
         marks what is not batched.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
@@ -130,6 +137,7 @@ def train_step(
         aux_reduction=aux_reduction,
         unroll=unroll,
     )
+    rematerialised = with_policy(loss_fn, policy)
 
     def step(
         params: PyTree,
@@ -140,7 +148,7 @@ def train_step(
         emit: bool | None = None,
     ) -> tuple[PyTree, PyTree, StepMetrics]:
         params, state, _, metrics = micro_step(
-            stateless(loss_fn, has_aux),
+            stateless(rematerialised, has_aux),
             tx,
             params,
             state,

@@ -122,6 +122,15 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="compute in bfloat16; parameters and sums stay float32",
     )
 
+    model.add_argument(
+        "--remat",
+        metavar="POLICY",
+        help="what a layer keeps for the backward pass, which computes the rest again: "
+        "none (keep all), full (keep its input), dots (matrix products), sqrt (the "
+        "inputs of some layers), another policy of gradacc_jax, or names such as "
+        f"attention,mlp_in; prints what each saves (default: {DEFAULTS.remat})",
+    )
+
     training = parser.add_argument_group("training")
     _add_number(training, "--steps", help="optimizer steps")
     training.add_argument(

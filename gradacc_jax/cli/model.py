@@ -14,13 +14,17 @@ from typing import Any
 
 from flax import nnx
 import jax
+from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
 import optax
 
-from gradacc_jax.cli.settings import Settings
+from gradacc_jax import remat_sequence
+from gradacc_jax.cli.settings import Settings, resolve_remat
 from gradacc_jax.cli.text import SEPARATOR, Batch
 
 NUM_BYTES = 256
+# The values of a block that --remat can name.
+NAMES = ("query_key_value", "attention", "mlp_in")
 
 PyTree = Any
 Params = dict[str, Any]
@@ -88,10 +92,13 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         batch, positions, channels = x.shape
         qkv = self.query_key_value(self.attention_norm(x))
+        qkv = checkpoint_name(qkv, "query_key_value")
         q, k, v = jnp.split(qkv.reshape(batch, positions, self.num_heads, -1), 3, -1)
         attended = causal_attention(rotary(q), rotary(k), v)
+        attended = checkpoint_name(attended, "attention")
         x = x + self.attention_out(attended.reshape(batch, positions, channels))
-        return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x))))
+        inner = checkpoint_name(self.mlp_in(self.mlp_norm(x)), "mlp_in")
+        return x + self.mlp_out(jax.nn.gelu(inner))
 
 
 class Transformer(nnx.Module):
@@ -103,9 +110,12 @@ class Transformer(nnx.Module):
         embed_dim: int,
         num_heads: int,
         *,
+        remat: str = "none",
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
     ):
+        self.segments, self.policy = resolve_remat(remat, num_layers, NAMES)
+
         def block(rngs: nnx.Rngs) -> Block:
             return Block(num_layers, embed_dim, num_heads, dtype=dtype, rngs=rngs)
 
@@ -123,10 +133,16 @@ class Transformer(nnx.Module):
         """Maps `(batch, position)` integers to `(batch, position, 256)` logits."""
         graphdef, stacked = nnx.split(self.blocks)
 
-        def layer(x: jax.Array, layer_params: PyTree) -> tuple[jax.Array, None]:
-            return nnx.merge(graphdef, layer_params)(x), None
+        def layer(x: jax.Array, layer_params: PyTree) -> jax.Array:
+            return nnx.merge(graphdef, layer_params)(x)
 
-        x, _ = jax.lax.scan(layer, self.embed(tokens.astype(jnp.int32)), stacked)
+        x = remat_sequence(
+            layer,
+            self.embed(tokens.astype(jnp.int32)),
+            stacked=stacked,
+            segments=self.segments,
+            policy=self.policy,
+        )
         return self.embed.attend(self.final_norm(x)).astype(jnp.float32)
 
 
@@ -140,6 +156,7 @@ def create(settings: Settings) -> tuple[Forward, Params]:
             settings.num_layers,
             settings.embed_dim,
             settings.num_heads,
+            remat=settings.remat,
             dtype=dtype,
             rngs=nnx.Rngs(settings.seed),
         )

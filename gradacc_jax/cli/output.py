@@ -126,12 +126,13 @@ def check_same(where: Path, stored: Settings, wanted: Settings) -> None:
     """Refuses to go on with a run as if it had been another.
 
     The text may have moved (its digest is compared elsewhere), checkpoints may become
-    rarer, and the number of steps may change where no learning rate depends on it.
+    rarer, more or less may be rematerialised (which changes roundings at most), and the
+    number of steps may change where no learning rate depends on it.
 
     Raises:
         CommandError: naming every setting that differs, with both values.
     """
-    free = {"text", "checkpoint_every"}
+    free = {"text", "checkpoint_every", "remat"}
     free |= {"steps"} if stored.schedule == "constant" else set()
     names = [
         field.name

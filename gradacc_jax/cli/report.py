@@ -132,6 +132,28 @@ def savings(
     )
 
 
+def rematerialisation(chosen: str, steps: dict[str, jax.stages.Compiled]) -> str:
+    """What each way to rematerialise leaves of a step's temporaries."""
+    bytes_of = {}
+    for name, step in steps.items():
+        memory = step.memory_analysis()
+        if memory is None:
+            return "remat: this backend does not tell what it saves"
+        bytes_of[name] = memory.temp_size_in_bytes
+    everything = bytes_of["none"]
+    parts = [
+        f"{name} {size / MIB:,.1f} MiB"
+        for name, size in sorted(bytes_of.items(), key=lambda item: -item[1])
+    ]
+    said = f"remat: temporaries with {', '.join(parts)}; chosen: {chosen}"
+    if bytes_of[chosen] >= everything:
+        said += (
+            f"\n  {chosen} saves nothing in this program: the compiler undoes it, or "
+            "one layer, computed again, needs as much as all of them keep"
+        )
+    return said
+
+
 def position(settings: Settings, micro_step: int) -> str:
     """Where a run is, in words."""
     step, within = divmod(micro_step, settings.num_microbatches)

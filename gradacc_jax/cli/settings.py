@@ -4,7 +4,7 @@ Whatever cannot work is a `CommandError` that names the option, its value and th
 out.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 import dataclasses
 import difflib
 import inspect
@@ -14,6 +14,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
+
+from gradacc_jax import policies
+from gradacc_jax.checkpointing.policies import Policy
 
 
 class CommandError(Exception):
@@ -53,6 +56,8 @@ class Settings:
         learning_rate: at its highest.
         schedule: "cosine" or "constant", after the warm-up.
         warmup_steps: steps over which the learning rate rises from 0.
+        remat: what a layer keeps for the backward pass: a policy's name, names of
+            values with commas between, or "sqrt" for segments of layers.
         bf16: computes in bfloat16; parameters and sums stay float32.
         seed: of the parameters, of the choice of text and of the sample.
         skip_nonfinite: what a non-finite gradient costs: "micro_batch", "window", or
@@ -74,6 +79,7 @@ class Settings:
     learning_rate: float = 6e-3
     schedule: str = "cosine"
     warmup_steps: int = 10
+    remat: str = "none"
     bf16: bool = False
     seed: int = 0
     skip_nonfinite: str = "none"
@@ -166,6 +172,46 @@ def _check_divides(option: str, value: int, global_batch: int) -> None:
 
 def _divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def resolve_remat(
+    remat: str, num_layers: int, names: Collection[str]
+) -> tuple[int | str, Policy]:
+    """What `--remat` means, as `remat_sequence` takes it.
+
+    Args:
+        remat: the option.
+        num_layers: the model's.
+        names: those that the model puts on values.
+
+    Returns:
+        `(segments, policy)`.
+
+    Raises:
+        CommandError: there is no such policy, and no value has such a name.
+
+    Examples:
+        >>> resolve_remat("dots", 4, ["mlp"])
+        (4, dots)
+        >>> resolve_remat("mlp", 4, ["mlp"])
+        (4, save_names('mlp'))
+    """
+    if remat == "sqrt":
+        return "sqrt", policies.full
+    given = [name.strip() for name in remat.split(",")]
+    if all(name in names for name in given):
+        return num_layers, policies.save_names(*given)
+    try:
+        return num_layers, policies.resolve(remat)
+    except ValueError as error:
+        near = difflib.get_close_matches(
+            given[-1], ["none", "full", "dots", "sqrt", *names], n=1
+        )
+        meant = f" ({near[0]}?)" if near else ""
+        raise CommandError(
+            f"--remat={remat} is not known{meant}; choose none, full, dots, sqrt, "
+            f"another policy of gradacc_jax, or some of {','.join(names)}"
+        ) from error
 
 
 def learning_rates(settings: Settings) -> Callable[[Any], Any] | float:

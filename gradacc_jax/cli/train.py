@@ -28,6 +28,7 @@ from gradacc_jax.cli.settings import (
     first_line,
     resolve_batch,
     resolve_optimizer,
+    resolve_remat,
 )
 from gradacc_jax.cli.signals import Stop
 from gradacc_jax.cli.text import Batch, Corpus, load_corpus
@@ -35,6 +36,7 @@ from gradacc_jax.cli.verify import verify_against_full_batch
 
 HELD_OUT_BATCHES = 32
 SAMPLE_BYTES = 200
+REMAT_SHOWN = ("none", "dots", "sqrt", "full")
 SKIPPED_WINDOWS_LIMIT = 10
 
 PyTree = Any
@@ -74,6 +76,7 @@ def train(
         output.check_free(folder)
     output.make(folder)
 
+    resolve_remat(settings.remat, settings.num_layers, model.NAMES)
     forward, params = model.create(settings)
     loss_fn = functools.partial(model.next_byte_loss, forward)
     skip = None if settings.skip_nonfinite == "none" else settings.skip_nonfinite
@@ -85,17 +88,24 @@ def train(
     print(report.introduction(settings, corpus, params), flush=True)
 
     # Compiled ahead of time, so that nothing can compile again behind our back.
-    step = _compile(
-        train_step(
+    def compile_step(loss_fn: Callable[..., Any]) -> jax.stages.Compiled:
+        step = train_step(
             loss_fn,
             tx,
             weight_fn=model.weight,
             num_microbatches=settings.microbatches_in_call,
-        ),
-        params,
-        state,
-        corpus.call_batch(settings, 0),
-    )
+        )
+        return _compile(step, params, state, corpus.call_batch(settings, 0))
+
+    step = compile_step(loss_fn)
+    if settings.remat != "none":
+        others = dict.fromkeys((settings.remat,), step)
+        for remat in REMAT_SHOWN:
+            if remat not in others:
+                other, _ = model.create(dataclasses.replace(settings, remat=remat))
+                other_loss = functools.partial(model.next_byte_loss, other)
+                others[remat] = compile_step(other_loss)
+        print(report.rematerialisation(settings.remat, others), flush=True)
     try:
         full_step = _compile(
             train_step(loss_fn, optimizer, weight_fn=model.weight),
