@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradacc_jax import arguments, precision, splitting
+from gradacc_jax.checkpointing import policies
 from gradacc_jax.splitting import Part
 
 PyTree = Any
@@ -58,8 +59,8 @@ def chunked_encode(
         sharded over D devices stays where it is if D divides ``chunk_size`` and
         ``chunk_size`` divides the batch; otherwise examples are moved.
       policy: what the backward pass need not compute again: "full" (rematerialisation:
-        nothing is kept), "none" (everything is), or what ``jax.checkpoint`` takes for
-        its ``policy``. What is kept, is kept of every chunk.
+        nothing is kept), "none" (everything is), or what ``policies.resolve`` takes,
+        JAX's own policies too. What is kept, is kept of every chunk.
       batch_argnums: which positional arguments are batches.
       batch_axis: the examples' axis: an integer, or a pytree prefix of the batch; None
         marks what is not batched. With several batch arguments, also a tuple of one for
@@ -118,7 +119,7 @@ def chunked_encode(
             f"chunk_size={chunk_size!r} is not known while tracing; pass a Python "
             "integer, at least 1"
         )
-    kept = _resolved(policy)
+    kept = policies.resolve(policy)
 
     @functools.wraps(encode)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -237,20 +238,6 @@ def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 def _varying(x: Any) -> frozenset[str]:
     """The axes of ``shard_map`` over which an array differs between devices."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
-
-
-def _resolved(policy: Any) -> Callable[..., Any]:
-    """A policy as ``jax.checkpoint`` takes it. The only place that knows the names."""
-    if policy == "full":
-        return jax.checkpoint_policies.nothing_saveable
-    if policy == "none":
-        return jax.checkpoint_policies.everything_saveable
-    if callable(policy):
-        return policy
-    raise ValueError(
-        f'policy={policy!r} is not known; choose "full" (keep nothing of a chunk), '
-        '"none" (recompute nothing), or one of jax.checkpoint_policies'
-    )
 
 
 def _pair_of(out: Any) -> tuple[PyTree, Any]:
