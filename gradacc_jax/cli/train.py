@@ -99,7 +99,7 @@ def train(
 
     step = compile_step(loss_fn)
     if settings.remat != "none":
-        others = dict.fromkeys((settings.remat,), step)
+        others = {settings.remat: step}
         for remat in REMAT_SHOWN:
             if remat not in others:
                 other, _ = model.create(dataclasses.replace(settings, remat=remat))

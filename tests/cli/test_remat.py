@@ -26,7 +26,6 @@ def test_a_rematerialised_run_is_the_same_run_in_less_memory(
     tmp_path, text, finished, capsys, remat
 ):
     out = tmp_path / "run"
-    # More sequences and channels, so that residuals are larger than the text.
     run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD, "--remat", remat]
     assert main(run) == 0
     sizes, chosen = saved(capsys.readouterr().out)
