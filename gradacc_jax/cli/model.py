@@ -148,25 +148,31 @@ class Transformer(nnx.Module):
 
 def create(settings: Settings) -> tuple[Forward, Params]:
     """Makes the model of a run: a pure `forward(params, tokens)` and its parameters."""
-    dtype = jnp.bfloat16 if settings.bf16 else jnp.float32
+    # One program, instead of one for every little operation of the init.
+    made = nnx.jit(functools.partial(_make, settings))()
+    return forward(settings), nnx.to_pure_dict(nnx.state(made))
 
-    @nnx.jit  # One program, instead of one for every little operation of the init.
-    def make() -> Transformer:
-        return Transformer(
-            settings.num_layers,
-            settings.embed_dim,
-            settings.num_heads,
-            remat=settings.remat,
-            dtype=dtype,
-            rngs=nnx.Rngs(settings.seed),
-        )
 
-    graphdef, state = nnx.split(make())
+def forward(settings: Settings) -> Forward:
+    """The model as a pure function `forward(params, tokens)`; makes no parameters."""
+    shapes = nnx.eval_shape(functools.partial(_make, settings))
+    graphdef, _ = nnx.split(shapes)
 
     def forward(params: Params, tokens: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, params)(tokens)
 
-    return forward, nnx.to_pure_dict(state)
+    return forward
+
+
+def _make(settings: Settings) -> Transformer:
+    return Transformer(
+        settings.num_layers,
+        settings.embed_dim,
+        settings.num_heads,
+        remat=settings.remat,
+        dtype=jnp.bfloat16 if settings.bf16 else jnp.float32,
+        rngs=nnx.Rngs(settings.seed),
+    )
 
 
 def next_byte_loss(forward: Forward, params: Params, batch: Batch) -> jax.Array:

@@ -102,7 +102,7 @@ def train(
         others = {settings.remat: step}
         for remat in REMAT_SHOWN:
             if remat not in others:
-                other, _ = model.create(dataclasses.replace(settings, remat=remat))
+                other = model.forward(dataclasses.replace(settings, remat=remat))
                 other_loss = functools.partial(model.next_byte_loss, other)
                 others[remat] = compile_step(other_loss)
         print(report.rematerialisation(settings.remat, others), flush=True)

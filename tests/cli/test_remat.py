@@ -1,17 +1,22 @@
 """`gradacc train --remat`: the same training in less memory, and what it says of it."""
 
+import dataclasses
+from functools import partial
 import re
 
+import chex
+import jax
 import numpy as np
 import pytest
 
 from gradacc_jax import policies
-from gradacc_jax.cli import report
+from gradacc_jax.cli import model, output, report
 from gradacc_jax.cli.main import main
 from gradacc_jax.cli.model import NAMES
-from gradacc_jax.cli.settings import CommandError, resolve_remat
+from gradacc_jax.cli.settings import CommandError, Settings, resolve_remat
+from gradacc_jax.cli.text import Batch
 
-from .conftest import SGD, SMALL, checkpoints_of, metrics_of
+from .conftest import SGD, SMALL, metrics_of
 
 
 def saved(said):
@@ -21,16 +26,17 @@ def saved(said):
     return {name: float(size) for name, size in sizes}, line[1]
 
 
-@pytest.mark.parametrize("remat", ["full", "sqrt", "attention,mlp_in"])
 def test_a_rematerialised_run_is_the_same_run_in_less_memory(
-    tmp_path, text, finished, capsys, remat
+    tmp_path, text, finished, capsys
 ):
-    out = tmp_path / "run"
+    out, remat = tmp_path / "run", "attention,mlp_in"
     run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD, "--remat", remat]
     assert main(run) == 0
-    sizes, chosen = saved(capsys.readouterr().out)
+    said = capsys.readouterr().out
+    sizes, chosen = saved(said)
     assert chosen == remat
     assert {"none", "dots", "full", "sqrt", remat} == set(sizes)
+    assert "saves nothing" not in said
     ours, theirs = metrics_of(out), metrics_of(finished)
     for name in ("loss", "grad_norm"):
         # Recomputed numbers may be rounded otherwise.
@@ -39,17 +45,24 @@ def test_a_rematerialised_run_is_the_same_run_in_less_memory(
         )
 
 
-def test_deeper_models_save_more_by_full_rematerialisation(tmp_path, text, capsys):
-    out = tmp_path / "run"
-    run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD, "--steps", "1"]
-    assert (
-        main([*run, "--num-layers", "8", "--micro-batch", "8", "--remat", "full"]) == 0
+def test_each_policy_leaves_the_gradients_and_less_memory():
+    settings = Settings(num_layers=8, embed_dim=8, num_heads=1)
+    rng = np.random.default_rng(0)
+    batch = Batch(
+        rng.integers(1, 256, (8, 17)).astype(np.uint8), np.full(8, 16, np.int32)
     )
-    said = capsys.readouterr().out
-    sizes, _ = saved(said)
-    assert sizes["full"] < 0.5 * sizes["none"]
-    assert sizes["full"] <= sizes["dots"] <= sizes["none"]
-    assert "saves nothing" not in said
+    _, params = model.create(settings)
+    found, temporaries = {}, {}
+    for remat in ("none", "dots", "sqrt", "full"):
+        forward = model.forward(dataclasses.replace(settings, remat=remat))
+        loss = partial(model.next_byte_loss, forward)
+        program = jax.jit(jax.value_and_grad(loss)).lower(params, batch).compile()
+        found[remat] = program(params, batch)
+        temporaries[remat] = program.memory_analysis().temp_size_in_bytes
+        chex.assert_trees_all_close(found[remat], found["none"], rtol=1e-5, atol=1e-6)
+    assert temporaries["full"] < 0.5 * temporaries["none"]
+    assert temporaries["dots"] < temporaries["none"]
+    assert temporaries["sqrt"] <= temporaries["full"]
 
 
 def test_a_compiler_that_undoes_it_is_told_on():
@@ -66,18 +79,9 @@ def test_a_compiler_that_undoes_it_is_told_on():
     )
 
 
-def test_a_run_may_go_on_with_more_rematerialisation(tmp_path, text, finished):
-    out = tmp_path / "run"
-    run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD]
-    assert main([*run, "--steps", "2"]) == 0
-    more = ["train", "--resume", "--out", str(out), "--steps", "4", "--remat", "full"]
-    assert main(more) == 0
-    assert checkpoints_of(out)[-1] == 12
-    np.testing.assert_allclose(
-        [r["loss"] for r in metrics_of(out)],
-        [r["loss"] for r in metrics_of(finished)],
-        rtol=1e-5,
-    )
+def test_a_run_may_go_on_with_more_rematerialisation(tmp_path):
+    stored = Settings()
+    output.check_same(tmp_path, stored, dataclasses.replace(stored, remat="full"))
 
 
 def test_policies_and_names_are_understood_and_near_misses_named():
