@@ -1,0 +1,1 @@
+from gradacc_jax.equivalence.loss import Question, check
