@@ -26,6 +26,8 @@ LENGTH = "a window of another length"
 COUNTER = "a counter that counts micro-steps"
 BLEED = "a window that bleeds"
 PARTIAL = "a partial window divided by k"
+LOST = "a partial window that is lost"
+ONE = "only one micro-batch counts"
 NARROW = "a narrow accumulator"
 UNKNOWN = "unexplained"
 
@@ -40,8 +42,7 @@ class Difference:
     Attributes:
       what: which array: "loss", "gradient['w']", "state['mean']".
       double: the relative difference in float64.
-      given: the relative difference in the dtypes the arrays were given in; nan where
-        it was not computed.
+      given: the relative difference in the dtypes the arrays were given in.
       equal: whether ``double`` is rounding.
     """
 
@@ -78,14 +79,12 @@ class EquivalenceReport:
         lines = [f"{verdict}: {self.compared}"]
         worst = sorted(self.differences, key=lambda d: (d.equal, -d.double))
         kept = [d for d in self.differences if d in worst[:_SHOWN]]
-        width = max((len(d.what) for d in kept), default=0)
-        lines.append(f"  {'relative difference':{width}}  {self.dtype:>9}    float64")
+        title = "relative difference"
+        width = max(len(title), *(len(d.what) for d in kept))
+        lines.append(f"  {title:{width}}  {self.dtype:>9}    float64")
         for d in kept:
-            given = "-" if np.isnan(d.given) else f"{d.given:.1e}"
             mark = "" if d.equal else "  differs"
-            lines.append(
-                f"  {d.what:{max(width, 19)}}  {given:>9}  {d.double:>9.1e}{mark}"
-            )
+            lines.append(f"  {d.what:{width}}  {d.given:9.1e}  {d.double:9.1e}{mark}")
         if len(worst) > _SHOWN:
             rest = worst[_SHOWN].double
             lines.append(f"  and {len(worst) - _SHOWN} more, at most {rest:.1e}")
@@ -94,14 +93,19 @@ class EquivalenceReport:
             *(("note", text) for text in self.notes),
         ]:
             lines.append(title)
-            lines += textwrap.wrap(text, _WIDTH - 2, break_on_hyphens=False) and [
-                f"  {line}"
-                for line in textwrap.wrap(text, _WIDTH - 2, break_on_hyphens=False)
-            ]
+            lines += textwrap.wrap(
+                text,
+                _WIDTH,
+                initial_indent="  ",
+                subsequent_indent="  ",
+                break_on_hyphens=False,
+            )
         return "\n".join(lines)
 
 
-def difference(found: Any, expected: Any, scale: float, floor: float) -> float:
+def difference(
+    found: Any, expected: Any, scale: float, floor: float, rounding: float = 0.0
+) -> float:
     """The largest difference, relative to the largest number expected.
 
     Args:
@@ -109,14 +113,13 @@ def difference(found: Any, expected: Any, scale: float, floor: float) -> float:
       expected: an array like it.
       scale: how large such numbers are elsewhere.
       floor: what part of ``scale`` numbers are compared to at least.
+      rounding: the error that both have from an addition before, if any.
     """
     a, b = np.asarray(found), np.asarray(expected)
-    if a.dtype == bool or not np.issubdtype(a.dtype, np.inexact):
+    if not np.iscomplexobj(a):  # bfloat16, integers and booleans too
         a, b = a.astype(np.float64), b.astype(np.float64)
-    if a.size == 0:
-        return 0.0
-    largest = np.max(np.abs(a - b))
-    if largest == 0:
+    largest = np.max(np.abs(a - b), initial=0) - rounding
+    if largest <= 0:
         return 0.0
     size = max(np.max(np.abs(b)), floor * scale)
     return float(largest / size) if largest < np.inf and size > 0 else float("inf")
@@ -131,7 +134,7 @@ def largest(*trees: PyTree) -> float:
 def differences(
     name: str,
     double: tuple[PyTree, PyTree],
-    given: tuple[PyTree, PyTree] | None,
+    given: tuple[PyTree, PyTree],
     accepted: Tolerance,
     scale: float,
 ) -> list[Difference]:
@@ -140,15 +143,13 @@ def differences(
     Args:
       name: what the trees hold.
       double: found and expected, in float64.
-      given: the same in the given dtypes, or None.
+      given: the same in the given dtypes.
       accepted: what counts as equal.
       scale: how large such numbers are; see :func:`difference`.
     """
     found = jax.tree_util.tree_leaves_with_path(double[0])
     expected = jax.tree.leaves(double[1])
-    narrow: list[Any] = [None] * len(found)
-    if given is not None:
-        narrow = list(zip(*map(jax.tree.leaves, given), strict=True))
+    narrow = zip(*map(jax.tree.leaves, given), strict=True)
     rows = []
     for (path, a), b, pair in zip(found, expected, narrow, strict=True):
         far = difference(a, b, scale, accepted.floor)
@@ -156,15 +157,8 @@ def differences(
             Difference(
                 what=name + jax.tree_util.keystr(path),
                 double=far,
-                given=float("nan")
-                if pair is None
-                else difference(*map(_wide, pair), scale, accepted.floor),
+                given=difference(*pair, scale, accepted.floor),
                 equal=far <= accepted.relative,
             )
         )
     return rows
-
-
-def _wide(x: Any) -> np.ndarray:
-    x = np.asarray(x)
-    return x if np.iscomplexobj(x) else x.astype(np.float64)
