@@ -67,7 +67,7 @@ def widened(tree: PyTree) -> PyTree:
     """``tree`` on the host, with every floating number in double precision."""
 
     def leaf(x: Any) -> Any:
-        if _is_key(x):
+        if is_key(x):
             return x
         x = np.asarray(x)
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -81,7 +81,7 @@ def stilled(tree: PyTree) -> PyTree:
     """``tree`` with a still key for every key in it."""
 
     def leaf(x: Any) -> Any:
-        if not _is_key(x):
+        if not is_key(x):
             return x
         data = jnp.zeros((*x.shape, 1), jnp.uint32)
         return jax.random.wrap_key_data(data, impl=_still())
@@ -103,7 +103,7 @@ def look(fun: Callable[..., Any], *args: Any) -> tuple[np.dtype, bool]:
     narrowest, draws = np.dtype(np.float64), False
     for equation in _equations(jax.make_jaxpr(fun)(*args).jaxpr):
         name = equation.primitive.name
-        keys = [v.aval.dtype for v in equation.invars if _is_key(v.aval)]
+        keys = [v.aval.dtype for v in equation.invars if is_key(v.aval)]
         if name.startswith(("random_bits", "threefry", "rng_")):
             draws |= still_key().dtype not in keys
         for v in equation.outvars:
@@ -125,7 +125,8 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
                 yield from _equations(getattr(value, "jaxpr", value))
 
 
-def _is_key(x: Any) -> bool:
+def is_key(x: Any) -> bool:
+    """Whether ``x`` is a typed PRNG key, or an array of them."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 

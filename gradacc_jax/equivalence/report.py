@@ -1,6 +1,6 @@
 """What a check found: a verdict, the differences, and the causes, as a table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import dataclasses
 import textwrap
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from gradacc_jax import precision
 from gradacc_jax.equivalence.conditions import Tolerance
 
 PyTree = Any
@@ -157,8 +158,30 @@ def differences(
             Difference(
                 what=name + jax.tree_util.keystr(path),
                 double=far,
-                given=difference(*pair, scale, accepted.floor),
+                given=difference(pair[0], pair[1], scale, accepted.floor),
                 equal=far <= accepted.relative,
             )
         )
     return rows
+
+
+def listed(items: Iterable[Any]) -> str:
+    """The first few of ``items``, as text."""
+    shown = [str(x) for x in items]
+    return ", ".join(shown[:8]) + (", ..." if len(shown) > 8 else "")
+
+
+def dtype_of(params: PyTree) -> str:
+    """The dtype that parameters were given in, to head a column."""
+    dtypes = {precision.dtype_of(p).name for p in jax.tree.leaves(params)}
+    return dtypes.pop() if len(dtypes) == 1 else "as given"
+
+
+def limits(narrowest: np.dtype, accepted: Tolerance) -> tuple[str, ...]:
+    """A note on what cannot be seen, where not everything is float64."""
+    if narrowest == np.float64:
+        return ()
+    return (
+        f"some numbers are {narrowest.name} even where float64 is given: differences "
+        f"below {accepted.relative:g} cannot be told from rounding",
+    )
