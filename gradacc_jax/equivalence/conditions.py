@@ -97,21 +97,30 @@ def look(fun: Callable[..., Any], *args: Any) -> tuple[np.dtype, bool]:
     """Reads a function's program.
 
     Returns:
-      The narrowest floating dtype that it computes in, and whether it draws random
-      numbers from a key that is not still.
+      The narrowest floating dtype that its arguments have or that it rounds to, and
+      whether it draws random numbers from a key that is not still. A mask in float32
+      rounds nothing: numbers are rounded where wider ones become narrow, and in
+      products of matrices.
     """
     narrowest, draws = np.dtype(np.float64), False
+
+    def narrowed(dtype: Any) -> np.dtype:
+        floating = jnp.issubdtype(dtype, jnp.floating)
+        narrow = floating and dtype.itemsize < narrowest.itemsize
+        return np.dtype(dtype) if narrow else narrowest
+
+    for leaf in jax.tree.leaves(args):
+        narrowest = narrowed(precision.dtype_of(leaf))
     for equation in _equations(jax.make_jaxpr(fun)(*args).jaxpr):
         name = equation.primitive.name
-        keys = [v.aval.dtype for v in equation.invars if is_key(v.aval)]
+        inputs: list[Any] = [getattr(v.aval, "dtype", None) for v in equation.invars]
         if name.startswith(("random_bits", "threefry", "rng_")):
-            draws |= still_key().dtype not in keys
-        for v in equation.outvars:
-            dtype = getattr(v.aval, "dtype", None)
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                continue
-            if dtype.itemsize < narrowest.itemsize:
-                narrowest = np.dtype(dtype)
+            draws |= still_key().dtype not in inputs
+        rounds = name in ("dot_general", "conv_general_dilated")
+        if name == "convert_element_type":
+            rounds = jnp.issubdtype(inputs[0], jnp.floating)
+        for v in equation.outvars if rounds else ():
+            narrowest = narrowed(v.aval.dtype)
     return narrowest, draws
 
 

@@ -22,9 +22,10 @@ proportion. Poles are found by linear algebra (:func:`_poles`).
 sum of the micro-batches'; least squares finds the weights, to be compared with those
 that were used, and with what the batch's arrays add up to.
 
-**Twice.** If there is no such function, a micro-batch is put beside its own copy. Means
-over a batch stay what they are: a loss that does not notice depends on statistics. One
-that does, such as a contrastive loss, compares the examples with each other.
+**Copies.** If there is no such function, a batch is filled with copies of one micro-
+batch. Means over a batch stay what they are: a loss that does not notice depends on
+statistics. One that does, such as a contrastive loss, compares the examples with each
+other.
 """
 
 from collections.abc import Callable, Iterator
@@ -54,7 +55,11 @@ def diagnose(examine: Experiments, draws: bool, used: np.ndarray) -> dict[str, s
     whole = examine.everywhere(everything)
     micros = np.stack([examine.everywhere(m) for m in examine.micro_batches])
     causes: dict[str, str] = {}
-    if not examine.same(whole, examine.everywhere(everything[::-1])):
+    shuffled = np.random.default_rng(0).permutation(everything)
+    if not all(
+        examine.same(whole, examine.everywhere(order))
+        for order in (everything[::-1], shuffled)
+    ):
         if draws:
             return {
                 report.KEY: "random numbers are drawn from a key that the loss has of "
@@ -92,13 +97,13 @@ def diagnose(examine: Experiments, draws: bool, used: np.ndarray) -> dict[str, s
                 "own, and no one weight is right for all of them. Return a dict of "
                 "terms, and from weight_fn a dict with each term's number of loss terms"
             )
-        elif _unchanged_twice(examine, term):
+        elif _unchanged_by_copies(examine, term):
             causes[report.STATISTICS] = (
-                f"{label} depends on statistics of the whole batch (it does not notice "
-                "a batch given twice, but is no mean over examples): batch norm, a "
-                "load-balancing or a variance loss. A micro-batch's statistics are "
-                "others; no weights mend that. Use layer or group norm, use running "
-                "averages, or accept that the statistics are those of micro-batches"
+                f"{label} depends on statistics of the whole batch (it does not change "
+                "when a batch is repeated, and yet is no mean over examples): batch "
+                "norm, a load-balancing or a variance loss. A micro-batch's statistics "
+                "are others; no weights mend that. Use layer or group norm, use running"
+                " averages, or accept that the statistics are those of micro-batches"
             )
         else:
             causes[report.COUPLED] = (
@@ -191,9 +196,7 @@ def _candidates(examine: Experiments) -> Iterator[tuple[str, str, np.ndarray]]:
 def _denominators(examine: Experiments, term: int) -> int | None:
     """Of how many means the loss is a sum; None if it is none."""
     slots = PROPORTIONS + 1
-    # Small groups in large batches, or twelve of them would be a much larger batch.
-    size = min(len(examine.micro_batches[-1]), max(_LEAST, examine.size // slots))
-    groups = [m[:size] for m in examine.micro_batches]
+    groups = _groups(examine)
     proportions = np.arange(1, slots) / slots
     most = 1
     for one, other in itertools.islice(itertools.pairwise(groups), _PAIRS):
@@ -258,13 +261,22 @@ def _poles(x: np.ndarray, curve: np.ndarray, count: int, relative: float) -> boo
     )
 
 
-def _unchanged_twice(examine: Experiments, term: int) -> bool:
-    once = examine.micro_batches[0]
-    a = examine.everywhere(once)[term]
-    b = examine.everywhere(np.tile(once, 2))[term]
-    if examine.q.reduction == "sum":
-        b = b / 2
-    return examine.same(a, b)
+def _unchanged_by_copies(examine: Experiments, term: int) -> bool:
+    group = _groups(examine)[0]
+    copies = PROPORTIONS + 1
+    a = examine.everywhere(group)[term]
+    b = examine.everywhere(np.tile(group, copies))[term]
+    return examine.same(a, b / copies if examine.q.reduction == "sum" else b)
+
+
+def _groups(examine: Experiments) -> list[np.ndarray]:
+    """The first examples of each micro-batch, equally many of each.
+
+    A batch of twelve such groups is about as large as the whole one, or small.
+    """
+    size = max(_LEAST, examine.size // (PROPORTIONS + 1))
+    size = min(size, len(examine.micro_batches[-1]))
+    return [m[:size] for m in examine.micro_batches]
 
 
 def _factors(factors: np.ndarray) -> str:

@@ -1,4 +1,4 @@
-"""What is asked about a loss, and the loss on any choice of examples, in float64."""
+"""What is asked about a loss, and the loss on any choice of examples."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradacc_jax import losses, splitting
+from gradacc_jax import losses, precision, splitting
 from gradacc_jax.equivalence import conditions, report
 from gradacc_jax.equivalence.conditions import Tolerance
 
@@ -51,7 +51,7 @@ class Question(NamedTuple):
         )
 
     def terms(self) -> PyTree:
-        """The shape of the loss: a scalar, or a dict of scalars."""
+        """The shapes of the loss: of a scalar, or a dict of them; checked."""
         loss, _ = jax.eval_shape(
             self.loss, self.params, self.batch, self.still(), self.state
         )
@@ -76,7 +76,7 @@ class Question(NamedTuple):
 
 
 class Experiments:
-    """The loss in float64, on any choice of examples, at several parameters.
+    """The loss on any choice of examples, at several parameters.
 
     What it gives is an array of shape (terms, numbers): for each term of the loss its
     value and its gradient.
@@ -102,22 +102,22 @@ class Experiments:
         self.cache: dict[tuple[int, ...], np.ndarray] = {}
 
     def _run(self, params: PyTree, batch: PyTree, state: PyTree) -> jax.Array:
+        dtype = precision.scalar_dtype()
+
         def values(params: PyTree) -> list[jax.Array]:
             terms, _ = self.q.loss(params, batch, self.q.still(), state)
-            return [x.astype(jnp.float64) for x in jax.tree.leaves(terms)]
+            return [x.astype(dtype) for x in jax.tree.leaves(terms)]
 
         found, vjp = jax.vjp(values, params)
         rows = []
         for term in range(len(found)):
-            one = [
-                jnp.asarray(float(i == term), jnp.float64) for i in range(len(found))
-            ]
+            one = [jnp.asarray(float(i == term), dtype) for i in range(len(found))]
             (grads,) = vjp(one)
             parts = [found[term][None]]
             for g in jax.tree.leaves(grads):
-                parts.append(jnp.ravel(g.real).astype(jnp.float64))
+                parts.append(jnp.ravel(g.real).astype(dtype))
                 if jnp.iscomplexobj(g):
-                    parts.append(jnp.ravel(g.imag).astype(jnp.float64))
+                    parts.append(jnp.ravel(g.imag).astype(dtype))
             rows.append(jnp.concatenate(parts))
         return jnp.stack(rows)
 
@@ -130,15 +130,17 @@ class Experiments:
             return self.q.params
         rng = np.random.default_rng(point)
 
-        def leaf(p: np.ndarray) -> np.ndarray:
+        def leaf(p: Any) -> np.ndarray:
+            p = np.asarray(p)
             step = 0.05 * np.where(p == 0, 0.1, np.abs(p))
-            return p + step * rng.uniform(-1, 1, np.shape(p))
+            moved = p + step * rng.uniform(-1, 1, np.shape(p))
+            return np.asarray(moved, p.dtype)
 
         return jax.tree.map(leaf, self.q.params)
 
     def at(self, examples: np.ndarray, point: int) -> np.ndarray:
         found = self.run(self.params(point), self.take(examples), self.q.state)
-        return np.asarray(found)
+        return np.asarray(found, np.float64)
 
     def everywhere(self, examples: np.ndarray) -> np.ndarray:
         """At all parameters, one after the other: shape (terms, points * numbers)."""

@@ -13,7 +13,6 @@ import numpy as np
 
 from gradacc_jax import losses, microbatching, precision
 from gradacc_jax.equivalence import conditions, report
-from gradacc_jax.equivalence.conditions import Tolerance
 from gradacc_jax.equivalence.diagnosis import diagnose, weighted
 from gradacc_jax.equivalence.experiments import Experiments, Question, total
 from gradacc_jax.equivalence.report import EquivalenceReport
@@ -32,43 +31,59 @@ class Answer(NamedTuple):
 
 def check(q: Question) -> EquivalenceReport:
     """The report on a loss; see :func:`gradacc_jax.check_equivalence`."""
-    whole, accumulated = _whole(q), _accumulated(q)
+    q.terms()  # raises for a loss that is none
+    given = (_accumulated(q), _whole(q))
     with conditions.double():
         d = q.in_double()
-        d_whole, d_accumulated = _whole(d), _accumulated(d)
-        if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(d_whole[:3])):
-            raise ValueError(
-                f"the whole batch has the loss {d_whole.value} and a gradient that is "
-                "not finite everywhere; nothing can be compared with it"
-            )
-        narrowest, draws = _program(d)
-        accepted = conditions.tolerance(narrowest)
-        examine = Experiments(d, accepted)
-        rows = _rows((accumulated, whole), (d_accumulated, d_whole), accepted, examine)
-        causes: dict[str, str] = {}
-        if not all(row.equal for row in rows if not row.what.startswith("state")):
-            causes = diagnose(examine, draws, _used(d, examine))
-        if not all(row.equal for row in rows if row.what.startswith("state")):
-            causes[report.STATE] = (
-                "the carried state was updated once per micro-batch, and is not what "
-                "one update by the whole batch gives. Running averages move "
-                f"{q.num_microbatches} times per step: take the {q.num_microbatches}-th"
-                " root of their momentum, or update them once per step"
-            )
-        equal = all(row.equal for row in rows)
-        if not equal and not causes:
-            causes[report.UNKNOWN] = (
-                "none of the experiments tells why; try fewer parameters, a smaller "
-                "batch, and one term of the loss at a time"
-            )
+        try:
+            double = (_accumulated(d), _whole(d))
+        except (TypeError, ValueError) as error:
+            note = report.not_double("loss", error)
+        else:
+            return _judged(d, double, given, ())
+    return _judged(q, given, given, (note,))
+
+
+def _judged(
+    q: Question,
+    double: tuple[Answer, Answer],
+    given: tuple[Answer, Answer],
+    notes: tuple[str, ...],
+) -> EquivalenceReport:
+    whole = double[1]
+    if not all(np.all(np.isfinite(x)) for x in jax.tree.leaves(whole[:3])):
+        raise ValueError(
+            f"the whole batch has the loss {whole.value} and a gradient that is not "
+            "finite everywhere; nothing can be compared with it"
+        )
+    narrowest, draws = _program(q)
+    accepted = conditions.tolerance(narrowest)
+    examine = Experiments(q, accepted)
+    used = _used(q, examine)
+    rows = _rows(double, given, used, examine)
+    causes: dict[str, str] = {}
+    if not all(row.equal for row in rows if not row.what.startswith("state")):
+        causes = diagnose(examine, draws, used)
+    k = q.num_microbatches
+    if not all(row.equal for row in rows if row.what.startswith("state")):
+        causes[report.STATE] = (
+            "the carried state was updated once per micro-batch, and is not what one "
+            f"update by the whole batch gives. Running averages move {k} times per "
+            f"step: take the {k}-th root of their momentum, or update them once a step"
+        )
+    equal = all(row.equal for row in rows)
+    if not equal and not causes:
+        causes[report.UNKNOWN] = (
+            "none of the experiments tells why. Try fewer parameters, a smaller batch, "
+            "and one term of the loss at a time"
+        )
     return EquivalenceReport(
         equal=equal,
         causes=causes,
         differences=tuple(rows),
-        compared=f"{q.num_microbatches} micro-batches and the whole batch of "
-        f"{examine.size}",
-        dtype=report.dtype_of(q.params),
-        notes=report.limits(narrowest, accepted),
+        compared=f"{k} micro-batches and the whole batch of {examine.size}",
+        dtype=report.dtype_of(given[1].grads),
+        notes=notes + report.limits(narrowest, accepted),
     )
 
 
@@ -116,20 +131,18 @@ def _program(q: Question) -> tuple[np.dtype, bool]:
 
 
 def _rows(
-    given: tuple[Answer, Answer],
     double: tuple[Answer, Answer],
-    accepted: Tolerance,
-    examine: "Experiments",
+    given: tuple[Answer, Answer],
+    used: np.ndarray,
+    examine: Experiments,
 ) -> list[report.Difference]:
-    used = _used(examine.q, examine)
-
     def averaged(stacked: PyTree) -> PyTree:
         leaves, tree = jax.tree.flatten(stacked)
         return jax.tree.unflatten(tree, [weighted(u, x) for u, x in zip(used, leaves)])
 
     def rows(name: str, part: Callable[[Answer], Any], scale: float) -> Any:
         pairs = [tuple(map(part, pair)) for pair in (double, given)]
-        return report.differences(name, pairs[0], pairs[1], accepted, scale)
+        return report.differences(name, pairs[0], pairs[1], examine.accepted, scale)
 
     micro_values = report.largest(double[0].terms)
     found = rows("loss", lambda a: a.value, micro_values)

@@ -78,7 +78,7 @@ def check_equivalence(
     Returns:
       An :class:`EquivalenceReport`, which prints as a table. Time and memory: a few
       compilations, of the whole batch in float64 too; where the two differ a few more,
-      of batches at most twice as large (of 48 examples at least).
+      of batches no larger than it, or of 48 examples.
 
     Raises:
       ValueError: for arguments that do not go together, for a batch that does not fit

@@ -185,3 +185,12 @@ def limits(narrowest: np.dtype, accepted: Tolerance) -> tuple[str, ...]:
         f"some numbers are {narrowest.name} even where float64 is given: differences "
         f"below {accepted.relative:g} cannot be told from rounding",
     )
+
+
+def not_double(what: str, error: Exception) -> str:
+    """A note that float64 was tried in vain."""
+    reason = str(error).splitlines()[0]
+    return (
+        f"the {what} does not run in float64 ({reason}): both columns are of the dtypes"
+        " that were given"
+    )

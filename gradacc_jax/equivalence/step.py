@@ -31,7 +31,7 @@ from gradacc_jax.equivalence.suspects import scales, suspects, times
 from gradacc_jax.equivalence.trial import Loop, Suspect, Trace, Trial, is_count
 
 PyTree = Any
-_NEARER = 30
+_NEARER = 10
 
 
 def check(q: Question, loop: Loop) -> EquivalenceReport:
@@ -39,27 +39,24 @@ def check(q: Question, loop: Loop) -> EquivalenceReport:
     given = Trial(q, loop)
     found = given.run()
     narrow = given.far(given.at_ends(found), given.enact(Suspect()))
+    dtype = report.dtype_of(q.params)
     with conditions.double():
         trial = Trial(q.in_double(), loop)
         try:
             trace = trial.run()
         except (TypeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
+            note = report.not_double("micro-step", error)
         else:
-            return _judged(trial, trace, narrow, ())
-    return _judged(
-        given,
-        found,
-        narrow,
-        (
-            f"the micro-step does not run in float64 ({reason}): both columns are of "
-            "the dtypes it was given",
-        ),
-    )
+            return _judged(trial, trace, narrow, dtype, ())
+    return _judged(given, found, narrow, dtype, (note,))
 
 
 def _judged(
-    trial: Trial, trace: Trace, narrow: np.ndarray, notes: tuple[str, ...]
+    trial: Trial,
+    trace: Trace,
+    narrow: np.ndarray,
+    dtype: str,
+    notes: tuple[str, ...],
 ) -> EquivalenceReport:
     q = trial.q
     trial.accept(trace.states[0])
@@ -95,7 +92,7 @@ def _judged(
         causes=causes,
         differences=tuple(rows),
         compared=f"{windows} of {k} micro-steps, and the plain optimizer",
-        dtype=report.dtype_of(q.params),
+        dtype=dtype,
         notes=notes + report.limits(trial.narrowest, trial.accepted),
     )
 

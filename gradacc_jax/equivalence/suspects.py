@@ -33,7 +33,7 @@ def suspects(
         report.PARTIAL,
         "a window that was closed early was divided by k, not by the number of micro-"
         "batches that it held. Divide by the sum of weights, as accumulate() does",
-        lambda seen: times(seen.whole, (seen.partial or k) / k),
+        lambda seen: times(seen.whole, seen.size / k),
     )
     yield Suspect(
         report.LOST,
@@ -106,8 +106,10 @@ def _mean_of_means(seen: Seen, factor: float = 1.0) -> PyTree:
 
 
 def _not_reset(seen: Seen, what: str) -> PyTree:
-    windows = [*seen.earlier, seen.whole]
-    return times(_sum(windows), 1.0 if what == "sum" else 1 / len(windows))
+    windows = [*seen.earlier, (seen.size, seen.whole)]
+    counted = sum(count for count, _ in windows)
+    divisor = seen.size if what == "sum" else counted
+    return times(_sum([times(g, count) for count, g in windows]), 1 / divisor)
 
 
 def _sum(trees: list[PyTree]) -> PyTree:

@@ -47,14 +47,16 @@ class Seen(NamedTuple):
     Attributes:
       whole: the gradient of all the window's examples.
       micros: a function that gives the gradient of each micro-batch.
-      earlier: ``whole`` of the windows before.
-      partial: how many micro-batches a window has that is closed early, else None.
+      earlier: ``whole`` of the windows before, each with its number of micro-batches.
+      size: how many micro-batches the window has.
+      partial: whether it is closed early.
     """
 
     whole: PyTree
     micros: Callable[[], list[PyTree]]
-    earlier: list[PyTree]
-    partial: int | None
+    earlier: list[tuple[int, PyTree]]
+    size: int
+    partial: bool
 
 
 def _right(seen: Seen) -> PyTree | None:
@@ -85,6 +87,7 @@ class Trial:
     """The micro-step and the plain optimizer, in one choice of dtypes."""
 
     def __init__(self, q: Question, loop: Loop, *, still: bool = True):
+        q.terms()  # raises for a loss that is none
         self.q = q
         self.loop = loop
         self.still = still
@@ -175,16 +178,17 @@ class Trial:
         params = self.start()
         state = self.loop.optimizer.init(params)
         reached = [kept(params)]
-        earlier: list[PyTree] = []
+        earlier: list[tuple[int, PyTree]] = []
         for span, end in zip(self.spans, self.ends, strict=True):
             value, whole = self.differentiate(params, self.take(span.micro_batches))
 
             def micros(params: PyTree = params, span: Span = span) -> list[PyTree]:
                 return [self.micro(params, i) for i in span.micro_batches]
 
-            partial = len(span.micro_batches) if span.partial else None
-            grads = suspect.gradient(Seen(whole, micros, earlier, partial))
-            earlier = [*earlier, whole]
+            count = len(span.micro_batches)
+            seen = Seen(whole, micros, earlier, count, span.partial)
+            grads = suspect.gradient(seen)
+            earlier = [*earlier, (count, whole)]
             if grads is not None:
                 state = _with_counters(state, suspect.counters, end - 1)
                 updates, state = self.update(grads, state, params, value=value)
