@@ -593,14 +593,10 @@ def test_weights_are_judged_in_a_micro_step():
     assert "a mean of means" not in reports["wrong"].causes[names.WEIGHTS]
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "cause"),
-    [(batch_norm, names.STATISTICS), (contrastive, names.COUPLED)],
-)
-def test_a_right_micro_step_does_not_mend_a_loss(loss_fn, cause):
+def test_a_right_micro_step_does_not_mend_a_loss():
     tx = accumulate(SGD, 4)
-    report = check_step(micro_step_of(tx, loss_fn), tx.init, loss_fn=loss_fn)
-    assert list(report.causes) == [cause]
+    report = check_step(micro_step_of(tx, batch_norm), tx.init, loss_fn=batch_norm)
+    assert list(report.causes) == [names.STATISTICS]
 
 
 @pytest.mark.optax_promotes
@@ -676,7 +672,6 @@ def test_optimizers_of_all_kinds_are_left_in_peace():
     for optimizer in (
         lenient(optax.adamw(optax.linear_schedule(0.0, 1e-3, 10))),
         optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.9)),
-        lenient(optax.inject_hyperparams(optax.lion)(1e-3)),
     ):
         tx = accumulate(optimizer, 4)
         assert check_step(train_step(squared, tx), tx.init, optimizer).equal

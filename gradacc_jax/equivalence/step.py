@@ -31,7 +31,7 @@ from gradacc_jax.equivalence.suspects import scales, suspects, times
 from gradacc_jax.equivalence.trial import Loop, Suspect, Trace, Trial, is_count
 
 PyTree = Any
-_NEARER = 10
+_NEARER = 10  # times nearer is far nearer
 
 
 def check(q: Question, loop: Loop) -> EquivalenceReport:
@@ -86,7 +86,7 @@ def _judged(
         found_out, note = _hidden_scale(trial, found, expected)
         causes |= found_out
         notes += note
-    windows = "3 windows and half a one" if len(trial.spans) > 2 else "2 windows"
+    windows = "3 windows, and a half one," if len(trial.spans) > 2 else "2 windows"
     return EquivalenceReport(
         equal=equal and not causes,
         causes=causes,
@@ -108,7 +108,8 @@ def _hidden_scale(
     """A wrong factor that the optimizer hides from the verdict, by what is nearer.
 
     Adam divides it out, but for its epsilon; float32 sums hide that in their rounding.
-    Among explanations that are all within rounding, one that is far nearer is right.
+    Of explanations that are all within float32's rounding, one that is far nearer in
+    float64 is right.
     """
 
     def far(path: list[PyTree]) -> float:
@@ -117,7 +118,8 @@ def _hidden_scale(
     right = far(expected)
     wrong = [(far(trial.enact(s)), s) for s in scales(trial.q.num_microbatches)]
     nearest, suspect = min(wrong, key=lambda pair: pair[0])
-    if _NEARER * nearest < right:
+    noise = 1e6 * float(jnp.finfo(jax.tree.leaves(found)[0].dtype).eps)
+    if _NEARER * nearest < right and noise < right:
         return {suspect.cause: suspect.text}, ()
     if _NEARER * right < nearest:
         return {}, ()
