@@ -599,6 +599,17 @@ def test_a_right_micro_step_does_not_mend_a_loss():
     assert list(report.causes) == [names.STATISTICS]
 
 
+def test_two_denominators_show_behind_one_weight_and_an_optimizer_that_is_not_linear():
+    def loss_fn(p, batch):
+        return token_mean(p, batch) + penalty(p, batch)
+
+    optimizer = lenient(optax.adam(1e-3))
+    tx = accumulate(optimizer, 4)
+    step = train_step(loss_fn, tx, weight_fn=tokens)
+    report = check_step(step, tx.init, optimizer, loss_fn, TOKENS)
+    assert list(report.causes) == [names.DENOMINATORS]
+
+
 @pytest.mark.optax_promotes
 def test_what_runs_or_counts_on_silent_micro_steps_is_found():
     decay = optax.add_decayed_weights(-0.1)

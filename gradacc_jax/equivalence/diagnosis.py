@@ -109,8 +109,8 @@ def diagnose(examine: Experiments, draws: bool, used: np.ndarray) -> dict[str, s
             causes[report.COUPLED] = (
                 f"{label} compares the examples of the batch with each other, as "
                 "contrastive losses do: an example meets fewer others in a micro-batch."
-                " No weights mend that; encode in chunks, and compute the loss on all "
-                "of them"
+                " No weights mend that; chunked_encode() computes such losses on the "
+                "whole batch"
             )
     return causes
 

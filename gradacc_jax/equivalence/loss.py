@@ -69,7 +69,8 @@ def _judged(
         causes[report.STATE] = (
             "the carried state was updated once per micro-batch, and is not what one "
             f"update by the whole batch gives. Running averages move {k} times per "
-            f"step: take the {k}-th root of their momentum, or update them once a step"
+            "step: give them the momentum of rescale_momentum(), or update them once a "
+            "step"
         )
     equal = all(row.equal for row in rows)
     if not equal and not causes:

@@ -76,9 +76,11 @@ def _judged(
         )
     ]
     equal = all(row.equal for row in rows)
-    causes = dict(_movements(trial, trace, expected))
+    causes = {} if equal else _suspected(trial, found, expected)
+    # After the suspects: whoever reaches a minimum too early stands still there.
+    causes = causes or dict(_movements(trial, trace, expected))
     if not (equal or causes):
-        causes = _explained(trial, trace, expected)
+        causes = _otherwise(trial, trace)
     causes |= dict(_counters(trial, trace)) | dict(_averages(trial, trace))
     causes |= _one_key(q, trial.loop)
     k = q.num_microbatches
@@ -129,9 +131,10 @@ def _hidden_scale(
     )
 
 
-def _explained(trial: Trial, trace: Trace, expected: list[PyTree]) -> dict[str, str]:
+def _suspected(
+    trial: Trial, found: list[PyTree], expected: list[PyTree]
+) -> dict[str, str]:
     """The causes that the first suspect stands for who moves as the micro-step does."""
-    found = trial.at_ends(trace)
     for suspect in suspects(trial, found, expected):
         if trial.same(trial.enact(suspect), found):
             causes = {suspect.cause: suspect.text} if suspect.cause else {}
@@ -140,7 +143,18 @@ def _explained(trial: Trial, trace: Trace, expected: list[PyTree]) -> dict[str, 
                 causes |= _of_the_loss(trial, np.full(k, 1 / k))
             if causes:
                 return causes
-    if (factors := _factors(trial, found)) is not None:
+    return {}
+
+
+def _otherwise(trial: Trial, trace: Trace) -> dict[str, str]:
+    """The causes of a movement that no suspect makes."""
+    found = trial.at_ends(trace)
+    k = trial.q.num_microbatches
+    factors = _factors(trial, found)
+    if factors is None:
+        causes = _of_the_loss(trial, np.full(k, 1 / k))
+        causes.pop(report.WEIGHTS, None)  # for the weights used are not known
+    else:
         counted = np.abs(factors) > 1e-6 * np.max(np.abs(factors))
         if np.sum(counted) == 1:
             number = int(np.argmax(counted)) + 1
@@ -148,8 +162,9 @@ def _explained(trial: Trial, trace: Trace, expected: list[PyTree]) -> dict[str, 
                 report.ONE: f"only the micro-batch {number} of each window counts: is "
                 "the sum overwritten?"
             }
-        if causes := _of_the_loss(trial, factors):
-            return causes
+        causes = _of_the_loss(trial, factors)
+    if causes:
+        return causes
     for path, x in jax.tree_util.tree_leaves_with_path(trace.states[-1]):
         if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
             return {
