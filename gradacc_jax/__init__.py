@@ -23,6 +23,12 @@ from gradacc_jax.checkpointing.residuals import (
 )
 from gradacc_jax.checkpointing.sequence import remat_sequence
 from gradacc_jax.contrastive import chunked_encode
+from gradacc_jax.equivalence import (
+    Difference,
+    EquivalenceReport,
+    assert_equivalence,
+    check_equivalence,
+)
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.statistics import rescale_momentum
 from gradacc_jax.stepping import StepMetrics
@@ -33,6 +39,8 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulateState",
     "AccumulateTransformation",
+    "Difference",
+    "EquivalenceReport",
     "ParameterEmaState",
     "Residual",
     "ResidualReport",
@@ -41,6 +49,8 @@ __all__ = [
     "accumulate",
     "accumulation_metrics",
     "apply_gradients",
+    "assert_equivalence",
+    "check_equivalence",
     "chunked_encode",
     "from_multi_steps_state",
     "grad",
