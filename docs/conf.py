@@ -48,7 +48,7 @@ nitpick_ignore_regex = [
 ]
 
 # The public names: of the package, and of its public namespaces.
-NAMESPACES = ("gradacc_jax", "gradacc_jax.flax")
+NAMESPACES = ("gradacc_jax", "gradacc_jax.policies", "gradacc_jax.flax")
 
 
 def every_public_name_is_documented(app, env):

@@ -1,5 +1,6 @@
 """Gradient accumulation for JAX: train the batch you want in the memory you have."""
 
+from gradacc_jax import policies
 from gradacc_jax.accumulation import (
     AccumulateState,
     AccumulateTransformation,
@@ -13,7 +14,6 @@ from gradacc_jax.accumulation import (
     raise_if_skipping,
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
-from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.modules import remat_modules
 from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.checkpointing.residuals import (

@@ -38,6 +38,7 @@ ROWS = (
     {"accumulation", "microbatching"},
     {"auxiliary"},
     {"window"},
+    {"policies"},
     {"references", "splitting", "reduction", "checkpointing"},
     {"precision", "losses", "arguments"},
 )
