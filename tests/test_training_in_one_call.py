@@ -339,7 +339,7 @@ def test_a_bad_option_is_refused_at_construction(options, message):
             "expected a scalar",
         ),
     ],
-    ids=str,
+    ids=["too many", "too large", "both", "weights"],
 )
 def test_a_batch_that_does_not_fit_is_refused_while_tracing(options, message):
     opt = optax.sgd(0.1)
