@@ -1,4 +1,4 @@
-"""Gradient accumulation for JAX: train the batch you want in the memory you have."""
+"""Gradient accumulation and rematerialisation for JAX."""
 
 from gradacc_jax import policies
 from gradacc_jax.accumulation import (

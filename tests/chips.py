@@ -50,6 +50,17 @@ def absent_gpu():
     return SingleDeviceSharding(topology.devices[0])
 
 
+def absent_tpu():
+    """A sharding on a TPU v5e that is not there; skips where it has no compiler."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("no compiler for TPUs is installed: pip install libtpu")
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+    os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-1"
+    topology = topologies.get_topology_desc("v5e:1x1x1", "tpu")
+    return SingleDeviceSharding(topology.devices[0])
+
+
 def on(sharding, tree):
     """The shapes of ``tree``, placed."""
     return jax.tree.map(

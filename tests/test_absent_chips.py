@@ -1,4 +1,4 @@
-"""What the memory of the in-place engine is on chips that this machine does not have.
+"""Memory of accumulation and rematerialisation on chips that are not here.
 
 Programs are compiled for them and never run. Skipped where their compilers, which are
 large, are not installed.
@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gradacc_jax import references, value_and_grad
+from gradacc_jax import references, remat, remat_sequence, value_and_grad
 from tests import chips
 
 pytestmark = pytest.mark.absent_chips
@@ -35,3 +35,62 @@ def test_on_a_gpu_scanned_layers_hold_no_gradient_tree_beside_the_sums(monkeypat
     assert temporaries(gpu, 16) == pytest.approx(in_place, rel=0.01)
     monkeypatch.setattr(references, "serve", lambda *args: False)
     assert in_place <= 0.6 * temporaries(gpu, 4)
+
+
+CHIPS = pytest.mark.parametrize("chip", [chips.absent_gpu, chips.absent_tpu])
+
+
+@CHIPS
+@pytest.mark.parametrize("form", ["scan", "unrolled"])
+def test_rematerialised_layers_hold_what_their_policy_says(chip, form):
+    sharding = chip()
+    width, inner, tokens, num = 128, 512, 256, 6
+    params = {
+        "a": jax.ShapeDtypeStruct((num, width, inner), jnp.float32),
+        "b": jax.ShapeDtypeStruct((num, inner, width), jnp.float32),
+    }
+    batch = jax.ShapeDtypeStruct((tokens, width), jnp.float32)
+
+    def temporaries(policy):
+        @remat(policy=policy)
+        def layer(x, p):
+            return x + jnp.sin(jnp.tanh(x @ p["a"])) @ p["b"]
+
+        def loss(params, x):
+            if form == "scan":
+                x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)
+            else:
+                for i in range(num):
+                    x = layer(x, jax.tree.map(lambda a, i=i: a[i], params))
+            return jnp.mean(x**2)
+
+        step = jax.jit(jax.grad(loss))
+        program = step.lower(*chips.on(sharding, (params, batch))).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    none, dots, full = map(temporaries, ("none", "dots", "full"))
+    hidden = num * tokens * inner * 4
+    # Everything: two hidden layers at least. Products: one. Nothing: none, but inputs.
+    assert full < dots < none
+    assert none - full > 1.5 * hidden
+    assert none - dots > 0.5 * hidden
+
+
+@CHIPS
+def test_segments_hold_less_than_single_layers(chip):
+    sharding = chip()
+    params = jax.ShapeDtypeStruct((256, 64, 64), jnp.float32)
+    batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+
+    def temporaries(segments):
+        def loss(w, x):
+            x = remat_sequence(
+                lambda x, w: jnp.tanh(x @ w), x, stacked=w, segments=segments
+            )
+            return jnp.mean(x**2)
+
+        step = jax.jit(jax.grad(loss))
+        program = step.lower(*chips.on(sharding, (params, batch))).compile()
+        return program.memory_analysis().temp_size_in_bytes
+
+    assert temporaries("sqrt") < 0.4 * temporaries(256)

@@ -426,6 +426,7 @@ def test_one_micro_step_is_one_step(name):
     check_run(step, tx, problem, 1, place, expected, weights, SPREAD[1], JITTED)
 
 
+@pytest.mark.slow  # all of them together
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_two_micro_steps_without_jit_are_one_step_on_the_plain_mean(name):
     opt, turn = OPTIMIZERS[name](), turn_of(name)
