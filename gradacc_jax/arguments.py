@@ -92,6 +92,11 @@ def check_state(old: PyTree, new: PyTree) -> None:
     changed = sorted(
         path for path in {*before, *after} if before.get(path) != after.get(path)
     )
+    if not changed:
+        raise ValueError(
+            f"the carried state comes in as {tree} and goes out as "
+            f"{jax.tree.structure(new)}; return it in the containers it came in"
+        )
     raise ValueError(
         "the carried state changes from micro-batch to micro-batch: "
         + ", ".join(f"{p}: {before.get(p)} -> {after.get(p)}" for p in changed[:4])

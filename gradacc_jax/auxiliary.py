@@ -88,11 +88,16 @@ class Reducer:
             total + x.astype(total.dtype)
             for total, x in zip(held.sums, self._pick(leaves, "sum"), strict=True)
         ]
+        last = self._pick(leaves, "last")
+        if weight is not None:
+            # By selection, as in a window: what is left out may be nan.
+            sums = _where(weight != 0, sums, held.sums)
+            last = _where(weight != 0, last, held.last)
         means = self._pick(leaves, "mean")
         added = Held(
             means=windows.add(held.means, means, weight, first=False),
             sums=sums,
-            last=self._pick(leaves, "last"),
+            last=last,
         )
         return added, self._pick(leaves, "stack", "concat")
 
@@ -122,6 +127,12 @@ class Reducer:
 
     def _pick(self, leaves: Sequence[Any], *which: str) -> list[Any]:
         return [x for x, how in zip(leaves, self.hows, strict=True) if how in which]
+
+
+def _where(
+    holds: jax.Array, new: list[jax.Array], old: list[jax.Array]
+) -> list[jax.Array]:
+    return [jnp.where(holds, a, b) for a, b in zip(new, old, strict=True)]
 
 
 def _check(name: str, x: Any, how: str, size: int, named: bool) -> None:

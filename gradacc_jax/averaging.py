@@ -70,7 +70,8 @@ def parameter_ema(
         return jnp.asarray(x).astype(to)
 
     def init(params: PyTree) -> ParameterEmaState:
-        return ParameterEmaState(jax.tree.map(wide, params))
+        # A state of its own: a step that donates both could not run otherwise.
+        return ParameterEmaState(precision.owned(jax.tree.map(wide, params), params))
 
     def update(
         updates: PyTree,

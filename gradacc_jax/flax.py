@@ -27,6 +27,7 @@ from gradacc_jax.stepping import (
     WeightFn,
     micro_step,
     stateless,
+    takes_policy,
     with_policy,
 )
 
@@ -189,11 +190,8 @@ def linen_train_step(
                 "layers; take their gradients yourself and call "
                 "TrainState.apply_gradients"
             )
-        if carry is not None and not hasattr(state, carry):
-            raise ValueError(
-                f"carry={carry!r} is no field of {type(state).__name__}; subclass "
-                "TrainState with that field"
-            )
+        if carry is not None:
+            _check_field(state, carry)
         params, opt_state, carried, metrics = micro_step(
             loss,
             state.tx,
@@ -290,7 +288,8 @@ def nnx_train_step(
       loss_fn: ``loss_fn(model, batch)`` or ``loss_fn(model, batch, key)``.
       policy: what the forward pass keeps for the backward pass. ``loss_fn`` is given
         the model with its repeated blocks rematerialised, by
-        :func:`gradacc_jax.remat_modules`.
+        :func:`gradacc_jax.remat_modules`; or, if it has a keyword ``policy``, the
+        policy, and the model as it is.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
       weight_fn: from the batch to its number of loss terms.
       donate: whether the old arrays are given up for the new ones. Then ``nnx.clone``,
@@ -318,6 +317,7 @@ def nnx_train_step(
       2
     """
     policy = policies.resolve(policy)
+    given = with_policy(loss_fn, policy) if takes_policy(loss_fn) else loss_fn
     settings = StepOptions(has_aux=has_aux, weight_fn=weight_fn, **options)
     # What is sown has shapes of its own in every model: no reduction but "last" fits.
     settings = dataclasses.replace(
@@ -344,9 +344,9 @@ def nnx_train_step(
 
         def loss(params: PyTree, carried: PyTree, *args: Any) -> tuple[Any, PyTree]:
             copy = nnx.merge(graphdef, params, carried)
-            if policy != policies.none:
-                copy = remat_modules(copy, policy=policy)
-            value, aux = losses.pair_of(loss_fn(copy, *args), has_aux)
+            if policy != policies.none and not takes_policy(loss_fn):
+                copy = _rematerialised(copy, policy)
+            value, aux = losses.pair_of(given(copy, *args), has_aux)
             new = dict(nnx.to_flat_state(nnx.state(copy, nnx.Not(optimizer.wrt))))
             sown = {path: new.pop(path) for path in list(new) if path not in known}
             return value, (
@@ -430,7 +430,9 @@ class DynamicScale(dynamic_scale.DynamicScale):
 
         def scaled(*args: Any, **kwargs: Any) -> Any:
             value, rest = losses.pair_of(fun(*args, **kwargs), pairs)
-            value = jax.tree.map(lambda x: self.scale * x.astype(jnp.float32), value)
+            value = jax.tree.map(
+                lambda x: self.scale * jnp.asarray(x).astype(jnp.float32), value
+            )
             return (value, rest) if pairs else value
 
         both = microbatching.value_and_grad(scaled, argnums, has_aux, **options)
@@ -453,6 +455,31 @@ class DynamicScale(dynamic_scale.DynamicScale):
             )
 
         return run
+
+
+def _rematerialised(model: Any, policy: policies.Policy) -> Any:
+    try:
+        return remat_modules(model, policy=policy)
+    except ValueError as error:
+        raise ValueError(
+            f"policy={policy!r} for {type(model).__name__}: {error}; call "
+            "remat_modules(model, policy, match=...) in the loss, and leave policy out"
+        ) from error
+
+
+def _check_field(state: train_state.TrainState, carry: str) -> None:
+    names = {field.name for field in dataclasses.fields(state)}
+    own = {field.name for field in dataclasses.fields(train_state.TrainState)}
+    if carry not in names - own:
+        raise ValueError(
+            f"carry={carry!r} is no field of {type(state).__name__} that can be "
+            f"carried, such as {sorted(names - own) or 'batch_stats'}; subclass "
+            "TrainState with that field"
+        )
+    if getattr(state, carry) is None:
+        raise ValueError(
+            f"carry={carry!r} is None in the state; fill it when the state is created"
+        )
 
 
 def _next_step(step: Any, opt_state: PyTree) -> jax.Array:

@@ -69,7 +69,9 @@ def value_and_grad(
       weight_fn: ``weight_fn(*batch_arguments)`` gives a micro-batch's number of loss
         terms; without it, its number of examples. It may return a dict, for a loss of
         several means with denominators of their own: ``fun`` then returns a dict of the
-        same keys, and the value is the sum of the terms.
+        same keys, and the value is the sum of the terms. A micro-batch is left out
+        where all of its weights are 0; a term whose weight is 0 beside others that are
+        not is multiplied by it, and must be finite: divide by ``jnp.maximum(n, 1)``.
       reduction: "mean" if the loss is a mean over its weight; "sum" if it is a sum:
         then value and gradients are sums, divided by :math:`\sum_i w_i` if there is a
         ``weight_fn``.
@@ -86,7 +88,8 @@ def value_and_grad(
     Returns:
       A function of the arguments of ``fun`` with the results of ``jax.value_and_grad``.
       Memory: one micro-batch's residuals and one sum per differentiated number. A
-      micro-batch of weight 0 costs no backward pass, and its nans do no harm.
+      micro-batch of weight 0 costs no backward pass, and its nans do no harm: it moves
+      neither the carried state nor aux that are summed, averaged or the last.
 
     Raises:
       ValueError: at construction for options that make no sense; while tracing for
@@ -369,8 +372,8 @@ class Call:
             return loss, state, aux, after.total
 
         def forward_pass(total: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
-            loss, (state, aux) = self.evaluate(self.wrt, micro, index, held.state)
-            return loss, state, aux, total
+            loss, (_, aux) = self.evaluate(self.wrt, micro, index, held.state)
+            return loss, held.state, aux, total
 
         if weight is None:
             loss, state, aux, total = both_passes(held.grads.total)
@@ -429,7 +432,13 @@ class Call:
     def weight(self, part: Part, micro: PyTree) -> PyTree | None:
         """A micro-batch's weight; None where all of them weigh the same."""
         if self.options.weight_fn is not None:
-            return jax.tree.map(jnp.asarray, self.options.weight_fn(*micro))
+            weight = self.options.weight_fn(*micro)
+            if weight is None:
+                raise ValueError(
+                    "weight_fn returned None; return the number of loss terms, or "
+                    "leave weight_fn out"
+                )
+            return jax.tree.map(jnp.asarray, weight)
         return None if len(self.parts) == 1 else jnp.asarray(part.size)
 
     def reciprocal_totals(self) -> PyTree:
@@ -481,9 +490,15 @@ def _check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
                 "number of loss terms in the micro-batch: sum your mask"
             )
         return
+    for path, w in jax.tree_util.tree_leaves_with_path(weight):
+        if w.shape != ():
+            raise ValueError(
+                f"weight_fn returned shape {w.shape} at {jax.tree_util.keystr(path)}; "
+                "expected scalars, the number of loss terms of each term"
+            )
     terms: Any = jax.tree.structure(loss)
     weights = jax.tree.structure(weight)
-    if terms != weights:
+    if terms != weights or not terms.num_leaves:
         raise ValueError(
             f"weight_fn returned {weights} and the loss function {terms}; each term of "
             "the loss needs its weight"

@@ -108,9 +108,10 @@ def add(vjp: Callable[..., Any], total: PyTree, cotangent: PyTree) -> PyTree:
     refs = jax.tree.map(jax.new_ref, total)
     try:
         vjp.with_refs(refs)(cotangent)  # type: ignore[attr-defined]
-    except (TypeError, NotImplementedError):
-        # jax 0.10 cannot add to a static slice of a parameter (`p[0]`). A fault of the
-        # loss's own is raised again here. What was added so far is added to no one.
+    except (TypeError, ValueError, NotImplementedError):
+        # jax 0.10 cannot add to a static slice of a parameter (`p[0]`), and jax 0.12 to
+        # references on a mesh with explicit axes that is not set. A fault of the loss's
+        # own is raised again here. What was added so far is added to no one.
         (terms,) = vjp(cotangent)
         return jax.tree.map(jnp.add, total, terms)
     return jax.tree.map(jax.freeze, refs)

@@ -124,6 +124,7 @@ def micro_batch(batch: PyTree, axes: PyTree, part: Part, i: Any) -> PyTree:
             return x
         stop = part.start + part.count * part.size
         if (part.start, stop) != (0, x.shape[axis]):
+            _check_not_sharded(x, axis)
             x = lax.slice_in_dim(x, part.start, stop, axis=axis)
         shape = (*x.shape[:axis], part.size, part.count, *x.shape[axis + 1 :])
         return lax.dynamic_index_in_dim(
@@ -141,6 +142,19 @@ def joined(outs: Sequence[jax.Array]) -> jax.Array:
     """
     return jnp.concatenate(
         [jnp.reshape(jnp.swapaxes(x, 0, 1), (-1, *x.shape[2:])) for x in outs]
+    )
+
+
+def _check_not_sharded(x: Any, axis: int) -> None:
+    """Raises where a batch of two sizes of micro-batches is sharded explicitly."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    spec = tuple(getattr(sharding, "spec", None) or ())
+    if sharding is None or axis >= len(spec) or spec[axis] is None:
+        return
+    raise ValueError(
+        f"batch_size={x.shape[axis]} does not divide into equal micro-batches, and its "
+        f"axis {axis} is sharded over {spec[axis]!r}; choose a number of micro-batches "
+        "that divides it, or pad it with examples of weight 0"
     )
 
 

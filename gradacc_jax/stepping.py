@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import inspect
 import operator
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 import warnings
 
@@ -39,7 +38,6 @@ from gradacc_jax.accumulation.application import close
 from gradacc_jax.accumulation.checks import check_weight
 from gradacc_jax.accumulation.state import accumulators, unused
 from gradacc_jax.checkpointing import policies
-from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.window import Window
 
 PyTree = Any
@@ -75,7 +73,7 @@ class StepMetrics(NamedTuple):
 class StepOptions:
     """The options that all forms of the training step share; see :func:`train_step`."""
 
-    num_microbatches: int = 1
+    num_microbatches: Any = 1
     microbatch_size: int | None = None
     batch_axis: PyTree = 0
     has_aux: bool = False
@@ -165,15 +163,17 @@ def micro_step(
         return value, rest
 
     if not _in_place(tx, loss, params, state, weight):
-        (value, (carried, aux)), grads = jax.value_and_grad(
+        (value, (new, aux)), grads = jax.value_and_grad(
             loss, has_aux=True, allow_int=True
         )(params)
         norm = _global_norm(grads)
-        made = _Gradients(grads, norm, value, weight, carried, aux)
+        new = _carried_on(weight, new, carried)
+        made = _Gradients(grads, norm, value, weight, new, aux)
         return _applied(tx, params, state, made, emit)
 
     value, rest, added, runs = _added_in_place(tx, loss, params, state, weight, emit)
-    params, value, (carried, aux) = _after_reading(params, value, rest)
+    params, value, (new, aux) = _after_reading(params, value, rest)
+    carried = _carried_on(weight, new, carried)
     # The gradient's dtypes are the sums'.
     params, state = close(tx, params, added, added.acc_grads, runs, value=value)
     return params, state, carried, _metrics(state, value, None, weight, aux, runs)
@@ -190,15 +190,28 @@ def stateless(loss_fn: LossFn, has_aux: bool) -> LossFn:
 
 
 def with_policy(loss_fn: LossFn, policy: Any) -> LossFn:
-    """The loss with a policy: handed to it if it takes one, else applied to it."""
+    """The loss with a policy handed to it, which it applies to its blocks."""
     policy = policies.resolve(policy)
+    if policy == policies.none:
+        return loss_fn  # which may have a policy of its own
+    if not takes_policy(loss_fn):
+        raise ValueError(
+            f"policy={policy!r}, and the loss function has no keyword `policy` to take "
+            "it; applied to a whole loss a policy saves nothing. Let the loss apply it "
+            "to the blocks of its model, by remat(block, policy=policy), or give it a "
+            "model made by remat_modules(model, policy)"
+        )
+    return functools.partial(loss_fn, policy=policy)
+
+
+def takes_policy(loss_fn: LossFn) -> bool:
+    """Whether a loss has a keyword ``policy``, behind its parameters and batch."""
     try:
-        takes = inspect.signature(loss_fn).parameters
+        parameters = list(inspect.signature(loss_fn).parameters.values())
     except (TypeError, ValueError):  # some callables have none
-        takes = MappingProxyType({})
-    if "policy" in takes:
-        return functools.partial(loss_fn, policy=policy)
-    return loss_fn if policy == policies.none else remat(loss_fn, policy=policy)
+        return False
+    named = [p for p in parameters if p.name == "policy"]
+    return bool(named) and named[0] not in parameters[:2]
 
 
 def _resolved(options: StepOptions, tx: optax.GradientTransformation) -> StepOptions:
@@ -229,7 +242,8 @@ def _in_parts(
             "has one weight; give several to a plain optimizer and num_microbatches=k"
         )
     divides = options.loss_reduction == "sum" and weights is not None and not found
-    several = options.num_microbatches > 1 or options.microbatch_size is not None
+    k = options.num_microbatches
+    several = not isinstance(k, int) or k > 1 or options.microbatch_size is not None
     return several or named or divides
 
 
@@ -318,6 +332,10 @@ def _applied(
         params, made.value, (made.carried, made.aux)
     )
     weight, found = made.weight, accumulators(state)
+    own = tx.options if isinstance(tx, AccumulateTransformation) else None
+    if own is not None and own.is_single and own.divides and weight is not None:
+        # There is no accumulator whose window could tell the norm.
+        made = made._replace(norm=made.norm / jnp.where(weight == 0, 1, weight))
 
     def apply(params: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
         given = {"weight": weight, "emit": emit} if found else {}
@@ -328,17 +346,28 @@ def _applied(
     else:
         # As in an accumulator's window: no terms, no step.
         some = [w > 0 for w in jax.tree.leaves(weight)]
+        any_term = functools.reduce(operator.or_, some)
         params, state = jax.lax.cond(
-            functools.reduce(operator.or_, some),
+            any_term,
             apply,
             lambda params, state: (params, state),
             params,
             state,
         )
+        made = made._replace(norm=jnp.where(any_term, made.norm, 0))
     runs: Any = emit is not False
     for held in accumulators(state):
         runs = runs & held.emitted & (held.acc_weight > 0)
     return params, state, carried, _metrics(state, value, made.norm, weight, aux, runs)
+
+
+def _carried_on(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
+    """What is carried after a micro-batch: as before it, if it has no loss term."""
+    tree: Any = jax.tree.structure(new)
+    if weight is None or tree != jax.tree.structure(old):
+        return new
+    new, old = (jax.tree.map(jnp.asarray, tree) for tree in (new, old))
+    return jax.lax.cond(weight != 0, lambda: new, lambda: old)
 
 
 def _weights(weight_fn: WeightFn | None, batch: PyTree) -> PyTree:

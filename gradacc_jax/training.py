@@ -70,10 +70,9 @@ def train_step(
       microbatch_size: or how many examples each of them has (the last has what is
         left).
       policy: what the forward pass keeps for the backward pass; a string or one of
-        :mod:`gradacc_jax.policies`. A ``loss_fn`` with an argument ``policy`` is given
-        it, to apply it to the blocks of its model. To another one it is applied as a
-        whole, by :func:`gradacc_jax.remat`: right for "dots" or names, and no use, as a
-        warning then says, for "full".
+        :mod:`gradacc_jax.policies`. Unless it is "none", ``loss_fn`` needs a keyword
+        ``policy``, which is given to it, resolved, to apply to the blocks of its model:
+        applied to the whole loss a policy would save nothing.
       batch_axis: the examples' axis: an integer, or a pytree prefix of the batch; None
         marks what is not batched.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.

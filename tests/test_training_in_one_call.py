@@ -6,11 +6,13 @@ import warnings
 import chex
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 import numpy as np
 import optax
 import pytest
 
-from gradacc_jax import accumulate, train_step
+from gradacc_jax import accumulate, parameter_ema, train_step, value_and_grad
 from tests import programs
 from tests.lenient import lenient
 
@@ -364,3 +366,112 @@ def test_one_of_the_two_ways_alone_warns_of_nothing():
         for tx, k in ((optax.sgd(0.1), 2), (accumulate(optax.sgd(0.1), 2), 1)):
             step = train_step(masked_mean, tx, num_microbatches=k)
             step(parameters(), tx.init(parameters()), batch_of(4))
+
+
+def test_a_micro_batch_without_loss_terms_moves_no_state_and_no_sum():
+    def loss(w, batch, mean):
+        value = jnp.sum(w * batch["x"] * batch["m"]) / jnp.sum(batch["m"])
+        return value, (0.5 * mean + 0.5 * value, {"sum": value, "last": value})
+
+    # Strided: the second micro-batch has no terms, and its loss is nan.
+    batch = {"x": jnp.arange(1.0, 5.0), "m": jnp.array([1.0, 0, 1, 0])}
+    (value, (mean, aux)), grads = value_and_grad(
+        loss,
+        num_microbatches=2,
+        weight_fn=lambda batch: jnp.sum(batch["m"]),
+        has_aux=True,
+        state_argnums=2,
+        aux_reduction={"sum": "sum", "last": "last"},
+    )(1.0, batch, 8.0)
+    assert (value, grads, mean) == (2, 2, 5)
+    assert aux == {"sum": 2, "last": 2}
+
+
+def test_a_loss_that_has_a_policy_of_its_own_keeps_it():
+    def of_the_policy(policy, batch):  # the parameters' name
+        return jnp.mean(policy * batch)
+
+    def with_its_own(w, batch, policy="full"):
+        assert policy == "full"
+        return jnp.mean(w * batch)
+
+    opt, w = optax.sgd(1.0), jnp.float32(1)
+    for loss in (of_the_policy, with_its_own):
+        step = train_step(loss, opt, donate=False)
+        new, _, _ = step(w, opt.init(w), jnp.ones(2))
+        assert new == 0
+
+
+def test_an_average_of_the_parameters_can_be_donated():
+    tx = optax.chain(optax.sgd(1.0), parameter_ema(0.5))
+    w = {"w": jnp.array([1.0, 2.0])}
+    step = train_step(lambda w, b: jnp.mean(b @ w["w"]), tx, num_microbatches=2)
+    w, state, _ = step(w, tx.init(w), jnp.ones((4, 2)))
+    np.testing.assert_allclose(w["w"], [0.0, 1.0])
+    np.testing.assert_allclose(optax.tree.get(state, "parameter_ema")["w"], [0.5, 1.5])
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_the_norm_of_a_sum_is_that_of_the_mean_with_a_single_step_window_too(k):
+    def loss(w, batch):
+        return jnp.sum((w - batch) ** 2)
+
+    tx = accumulate(optax.sgd(0.1), 1, loss_reduction="sum")
+    step = train_step(
+        loss, tx, weight_fn=lambda b: b.size, num_microbatches=k, donate=False
+    )
+    w = jnp.float32(1)
+    _, _, metrics = step(w, tx.init(w), jnp.arange(1.0, 9.0))
+    np.testing.assert_allclose(metrics.grad_norm, 7, rtol=8 * EPS)
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_step_of_weight_zero_has_no_norm(k):
+    opt = optax.sgd(1.0)
+    step = train_step(
+        lambda w, b: jnp.mean(w * b),
+        opt,
+        weight_fn=lambda b: 0 * jnp.sum(b),
+        num_microbatches=k,
+    )
+    w = jnp.float32(1)
+    _, _, metrics = step(w, opt.init(w), jnp.ones(4))
+    assert metrics.grad_norm == 0
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_arrays_of_a_mesh_with_explicit_axes_serve(weighted):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(x @ w) ** 2)
+
+    x = jax.random.normal(jax.random.key(0), (16, 8))
+    w = jax.random.normal(jax.random.key(1), (8, 3))
+    expected = jax.value_and_grad(loss)(w, x)
+    placed = (
+        jax.device_put(w, NamedSharding(mesh, P())),
+        jax.device_put(x, NamedSharding(mesh, P("data"))),
+    )
+    weight_fn = (lambda x: x.size) if weighted else None
+    f = jax.jit(value_and_grad(loss, num_microbatches=2, weight_fn=weight_fn))
+    found = f(*placed)
+    chex.assert_trees_all_close(
+        jax.device_get(found), jax.device_get(expected), rtol=32 * EPS, atol=EPS
+    )
+    ragged = jax.jit(value_and_grad(loss, num_microbatches=5))
+    with pytest.raises(ValueError, match="is sharded over 'data'"):
+        ragged(*placed)
+
+
+def test_weights_that_are_no_scalars_or_nothing_are_refused():
+    def terms(w, batch):
+        return {"a": jnp.mean(w * batch)}
+
+    for weight_fn, message in (
+        (lambda batch: {"a": jnp.ones(1)}, r"shape \(1,\) at \['a'\]"),
+        (lambda batch: None, "weight_fn returned None"),
+    ):
+        f = value_and_grad(terms, num_microbatches=2, weight_fn=weight_fn)
+        with pytest.raises(ValueError, match=message):
+            f(1.0, jnp.ones(4))

@@ -147,6 +147,13 @@ def intercepted(model: nn.Module, rules: Rules) -> nn.Module:
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             if active:  # from apply to __call__
                 return original(self, *args, **kwargs)
+            if rules.given is None and name == "__call__":
+                # The blocks are looked for in a trace of the whole model beforehand.
+                raise ValueError(
+                    f"remat_modules of {cls.__name__} without match= finds repeated "
+                    "blocks when its init or apply is called; for a model that is "
+                    'bound, or a part of another one, say which: match="Block_*"'
+                )
             session = _Session(rules, self.path if self.scope is not None else ())
             active.append(session)
             try:
@@ -163,9 +170,7 @@ def intercepted(model: nn.Module, rules: Rules) -> nn.Module:
 
         return nn.nowrap(method)
 
-    entries = ["apply", "init_with_output"]
-    if rules.given is not None:
-        entries.append("__call__")  # as a part of another model
+    entries = ["apply", "init_with_output", "__call__"]
     namespace: dict[str, Any] = {name: under_rules(name) for name in entries}
     namespace["rematerialised"] = property(lambda self: dict(matched))
     return copied(model, same_name(cls, namespace))

@@ -146,7 +146,12 @@ class ResidualReport:
         Returns:
           The matplotlib figure.
         """
-        import matplotlib.pyplot as plt
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError(
+                "plots need matplotlib: pip install matplotlib"
+            ) from error
 
         rows = _side_by_side(self, other or self)
         if (other or self).num_regions or self.num_regions:

@@ -55,6 +55,11 @@ def _judged(
         raise ValueError(
             f"the whole batch has the loss {whole.value} and a gradient that is not "
             "finite everywhere; nothing can be compared with it"
+            + (
+                " (random numbers were held still: a mask drawn at a low rate is empty)"
+                if q.key is not None
+                else ""
+            )
         )
     narrowest, draws = _program(q)
     accepted = conditions.tolerance(narrowest)
@@ -84,8 +89,25 @@ def _judged(
         differences=tuple(rows),
         compared=f"{k} micro-batches and the whole batch of {examine.size}",
         dtype=report.dtype_of(given[1].grads),
-        notes=notes + report.limits(narrowest, accepted),
+        notes=notes + report.limits(narrowest, accepted) + _unseen(q, whole),
     )
+
+
+def _unseen(q: Question, whole: Answer) -> tuple[str, ...]:
+    """Notes on what the experiments cannot see."""
+    notes = []
+    if not any(np.any(x) for x in jax.tree.leaves(whole.grads)):
+        notes.append(
+            "the gradient of the whole batch is 0 everywhere, so that nothing was "
+            "compared: check with other parameters, another batch or another key"
+        )
+    if q.key is not None:
+        notes.append(
+            "random numbers are held still, one value for all: where they decide which "
+            "terms count (a random mask that the loss divides by), unequal weights are "
+            "not seen. Draw such a mask with the batch, and pass a weight_fn"
+        )
+    return tuple(notes)
 
 
 def _whole(q: Question) -> Answer:

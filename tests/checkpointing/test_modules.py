@@ -214,3 +214,19 @@ def test_an_nnx_model_computes_the_same_and_keeps_less(match):
     equal(plain(nnx.state(new)), plain(nnx.state(model)))
     assert new.blocks[0] is not model.blocks[0]
     assert type(model.blocks[0]) is NnxBlock
+
+
+def test_linen_blocks_to_be_found_in_a_bound_model_or_a_part_must_be_named():
+    class Head(nn.Module):
+        backbone: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1)(self.backbone(x, False))
+
+    model = remat_modules(LinenModel())
+    variables = init(LinenModel())
+    with pytest.raises(ValueError, match="a part of another one, say which: match="):
+        model.bind(variables)(X, False)
+    with pytest.raises(ValueError, match="a part of another one, say which: match="):
+        Head(model).init(RNGS, X)

@@ -9,9 +9,7 @@ import optax
 import pytest
 
 from gradacc_jax import accumulate, policies, remat, train_step
-from gradacc_jax.checkpointing.regions import residual_bytes
 from gradacc_jax.flax import Optimizer, TrainState, linen_train_step, nnx_train_step
-from gradacc_jax.stepping import with_policy
 from tests import programs
 
 LAYERS = 0.1 * jax.random.normal(jax.random.key(0), (8, 32, 32))
@@ -27,12 +25,6 @@ def with_blocks(params, batch, policy="none"):
 
     x, _ = jax.lax.scan(lambda x, w: (layer(x, w), None), batch, params)
     return jnp.mean(x**2)
-
-
-def as_a_whole(params, batch):
-    for w in params:
-        batch = batch + jnp.tanh(jnp.sin(batch @ w) ** 2)
-    return jnp.mean(batch**2)
 
 
 @pytest.mark.parametrize("form", ["across calls", "in one call", "plain"])
@@ -57,27 +49,9 @@ def test_a_loss_that_takes_a_policy_is_given_it(form, policy):
     assert less.temporaries < plain.temporaries - kept
 
 
-def test_to_another_loss_a_policy_is_applied_as_a_whole():
-    opt = optax.sgd(0.1)
-    steps = [
-        train_step(as_a_whole, opt, policy=policy, donate=False)
-        for policy in ("none", policies.dots)
-    ]
-    chex.assert_trees_all_close(
-        *(step(LAYERS, opt.init(LAYERS), BATCH) for step in steps), rtol=1e-6
-    )
-    kept = [
-        residual_bytes(with_policy(as_a_whole, policy), LAYERS, BATCH)
-        for policy in ("none", policies.dots)
-    ]
-    assert kept[1] < 0.7 * kept[0]
-
-
-def test_full_rematerialisation_of_a_whole_loss_is_told_to_be_of_no_use():
-    opt = optax.sgd(0.1)
-    step = train_step(as_a_whole, opt, policy="full", donate=False)
-    with pytest.warns(UserWarning, match="saves nothing"):
-        step(LAYERS, opt.init(LAYERS), BATCH)
+def test_a_loss_that_takes_no_policy_is_refused_one():
+    with pytest.raises(ValueError, match="has no keyword `policy`"):
+        train_step(lambda params, batch: 0.0, optax.sgd(0.1), policy="dots")
 
 
 def test_a_policy_that_is_none_or_unknown_is_refused_at_construction():
@@ -131,6 +105,27 @@ def test_an_nnx_models_repeated_blocks_are_rematerialised_in_its_step(k):
     chex.assert_trees_all_close(*states, rtol=1e-5, atol=1e-6)
     assert set(seen[-1]) == {f"blocks/{i}" for i in range(3)}
     assert seen[0] == {}
+
+
+def test_an_nnx_loss_that_takes_a_policy_is_given_it_and_the_model_as_it_is():
+    given = []
+
+    def loss(model, batch, policy="none"):
+        given.append((policy, type(model)))
+        return jnp.mean(model(batch) ** 2)
+
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    nnx_train_step(loss, policy="dots")(model, optimizer, jnp.ones((4, 8)))
+    assert set(given) == {(policies.dots, nnx.Linear)}
+
+
+def test_an_nnx_model_without_repeated_blocks_is_told_what_to_do():
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    optimizer = Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    step = nnx_train_step(lambda m, batch: jnp.mean(m(batch) ** 2), policy="full")
+    with pytest.raises(ValueError, match="call remat_modules"):
+        step(model, optimizer, jnp.ones((4, 8)))
 
 
 def test_a_linen_step_hands_its_policy_on():
