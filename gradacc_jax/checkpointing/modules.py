@@ -35,7 +35,7 @@ def remat_modules(model: Any, policy: Any = "full", match: Any = None) -> Any:
         which the first that matches counts.
 
     Returns:
-      A new model: of linen, an instance of a subclass of the same name; of nnx, a copy
+      A new model, of linen an instance of a subclass of the same name, of nnx a copy
       that shares no variables with ``model``. Its attribute ``rematerialised`` says
       what matched, as a dict of paths to policies (of linen: in the calls so far).
       Memory: the inputs of each block, what the policy keeps, and the inside of one

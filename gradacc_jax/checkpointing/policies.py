@@ -297,7 +297,7 @@ def save_names(*names: str) -> Policy:
       *names: as given to ``jax.ad_checkpoint.checkpoint_name``.
 
     Returns:
-      A policy. Memory: the named values'.
+      A policy, which costs the memory of the named values.
 
     Raises:
       TypeError: if a name is no string.
@@ -346,7 +346,8 @@ def offload_names(*names: str, to: str = "pinned_host") -> Policy:
         device's.
 
     Returns:
-      A policy. Memory: none on the device; one copy out and one back for each value.
+      A policy, which costs no memory on the device, and one copy out and one back for
+      each value.
 
     Raises:
       TypeError: if a name is no string.
@@ -369,7 +370,7 @@ def regex(pattern: str, *, to: str | None = None) -> Policy:
         them where they are.
 
     Returns:
-      A policy. Memory: the matching values'.
+      A policy, which costs the memory of the matching values.
 
     Raises:
       ValueError: for a pattern that is none.

@@ -101,9 +101,10 @@ def remat(
       **refused: options of other libraries; the error says what to do instead.
 
     Returns:
-      What was given, with the same signature and name. A class: a subclass of the same
-      name (it does not pickle, since its name means the original). A module: another
-      module with the same variables.
+      What was given, with the same signature and name. For a class it is a subclass of
+      the same name (which does not pickle, since its name means the original), for a
+      module another module with the same variables.
+
       Memory: the arguments, and what the policy keeps. Time: for "full" at most one
       more forward pass, a third of a step.
 

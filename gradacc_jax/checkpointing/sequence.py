@@ -71,7 +71,9 @@ def remat_sequence(
         without this function. *While* a segment is computed again, all is kept.
 
     Returns:
-      The last layer's output. Memory: the segments' inputs, and what one segment's
+      The last layer's output.
+
+      Memory: the segments' inputs, and what one segment's
       layers keep. With ``stacked`` also the parameters and gradients of one segment,
       and where S does not divide N, those of the last, shorter one. Time: one forward
       pass more, in the backward pass.
