@@ -395,7 +395,9 @@ def check_traced_k(opt, dtype, places_and_ways):
             check_run(step, tx, problem, k, place, expected, weights, SPREAD[k], JITTED)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_k_micro_steps_are_one_step_on_the_weighted_mean(name, dtype):
     turn = turn_of(name)
