@@ -258,3 +258,32 @@ def test_temporaries_fall_with_the_policy_in_a_scan_over_layers():
     none, dots, full = (temporaries(p) for p in ("none", "dots", "full"))
     assert full < 0.4 * none
     assert full < dots < none
+
+
+@pytest.mark.parametrize("policy", ["full", "dots"])
+def test_a_mixture_of_experts_routes_once_and_gets_the_same_gradients(policy):
+    def block(params, x):
+        weights, experts = lax.top_k(jax.nn.softmax(x @ params["router"]), 2)
+        chosen = params["experts"][experts]  # (tokens, 2, channels, channels)
+        outs = jnp.tanh(jnp.einsum("tc,tkcd->tkd", x, chosen))
+        return x + jnp.einsum("tk,tkd->td", weights, outs)
+
+    def loss(block, params, x):
+        return jnp.mean(block(params, block(params, x)) ** 2)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    params = {
+        "router": jax.random.normal(keys[0], (8, 4)),
+        "experts": 0.3 * jax.random.normal(keys[1], (4, 8, 8)),
+    }
+    x = jax.random.normal(keys[2], (16, 8))
+    plain = jax.grad(functools.partial(loss, block))
+    again = jax.grad(functools.partial(loss, remat(block, policy=policy)))
+    for a, b in zip(
+        jax.tree.leaves(again(params, x)), jax.tree.leaves(plain(params, x))
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    # Two blocks, and no third or fourth choice of experts in the backward pass.
+    assert str(jax.make_jaxpr(again)(params, x)).count("top_k[") == 2
+    checkpointed = jax.grad(functools.partial(loss, jax.checkpoint(block)))
+    assert str(jax.make_jaxpr(checkpointed)(params, x)).count("top_k[") == 4
