@@ -37,14 +37,11 @@ def test_on_a_gpu_scanned_layers_hold_no_gradient_tree_beside_the_sums(monkeypat
     assert in_place <= 0.6 * temporaries(gpu, 4)
 
 
-CHIPS = pytest.mark.parametrize("chip", [chips.absent_gpu, chips.absent_tpu])
-
-
-@CHIPS
-@pytest.mark.parametrize("form", ["scan", "unrolled"])
-def test_rematerialised_layers_hold_what_their_policy_says(chip, form):
+@pytest.mark.parametrize("chip", [chips.absent_gpu, chips.absent_tpu])
+def test_rematerialised_layers_hold_what_their_policy_says(chip):
     sharding = chip()
-    width, inner, tokens, num = 128, 512, 256, 6
+    # Large enough not to fit into a TPU's fast memory, where it counts as nothing.
+    width, inner, tokens, num = 512, 2048, 4096, 6
     params = {
         "a": jax.ShapeDtypeStruct((num, width, inner), jnp.float32),
         "b": jax.ShapeDtypeStruct((num, inner, width), jnp.float32),
@@ -57,11 +54,7 @@ def test_rematerialised_layers_hold_what_their_policy_says(chip, form):
             return x + jnp.sin(jnp.tanh(x @ p["a"])) @ p["b"]
 
         def loss(params, x):
-            if form == "scan":
-                x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)
-            else:
-                for i in range(num):
-                    x = layer(x, jax.tree.map(lambda a, i=i: a[i], params))
+            x, _ = jax.lax.scan(lambda x, p: (layer(x, p), None), x, params)
             return jnp.mean(x**2)
 
         step = jax.jit(jax.grad(loss))
@@ -71,14 +64,13 @@ def test_rematerialised_layers_hold_what_their_policy_says(chip, form):
     none, dots, full = map(temporaries, ("none", "dots", "full"))
     hidden = num * tokens * inner * 4
     # Everything: two hidden layers at least. Products: one. Nothing: none, but inputs.
-    assert full < dots < none
     assert none - full > 1.5 * hidden
     assert none - dots > 0.5 * hidden
+    assert full < dots
 
 
-@CHIPS
-def test_segments_hold_less_than_single_layers(chip):
-    sharding = chip()
+def test_on_a_gpu_segments_hold_less_than_single_layers():
+    gpu = chips.absent_gpu()
     params = jax.ShapeDtypeStruct((256, 64, 64), jnp.float32)
     batch = jax.ShapeDtypeStruct((512, 64), jnp.float32)
 
@@ -90,7 +82,7 @@ def test_segments_hold_less_than_single_layers(chip):
             return jnp.mean(x**2)
 
         step = jax.jit(jax.grad(loss))
-        program = step.lower(*chips.on(sharding, (params, batch))).compile()
+        program = step.lower(*chips.on(gpu, (params, batch))).compile()
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries("sqrt") < 0.4 * temporaries(256)
