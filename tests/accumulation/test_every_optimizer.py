@@ -408,6 +408,7 @@ def test_k_micro_steps_are_one_step_on_the_weighted_mean(name, dtype):
     check_traced_k(OPTIMIZERS[name](), dtype, cases)
 
 
+@pytest.mark.slow  # all of them together
 @pytest.mark.parametrize("name", BLOCKS)
 def test_k_micro_steps_of_a_building_block_are_one_step(name):
     turn = turn_of(name)

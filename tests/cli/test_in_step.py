@@ -43,6 +43,7 @@ def test_its_losses_and_parameters_are_those_of_the_form_across_calls(
     assert checkpoints_of(in_one_call) == checkpoints_of(finished)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_ctrl_c_ends_bitwise_equal(
     tmp_path, text, in_one_call, monkeypatch, capsys
 ):
@@ -71,6 +72,7 @@ def test_a_run_of_the_other_form_is_not_gone_on_with(tmp_path, finished, capsys)
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_only_skips_is_ended(tmp_path, text, capsys):
     out = tmp_path / "run"
     run = ["train", "--in-step", "--text", text, "--out", str(out), *SMALL, *SGD]
