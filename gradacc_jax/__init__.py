@@ -30,8 +30,8 @@ from gradacc_jax.equivalence import (
     check_equivalence,
 )
 from gradacc_jax.microbatching import grad, value_and_grad
+from gradacc_jax.monitoring import StepMetrics
 from gradacc_jax.statistics import rescale_momentum
-from gradacc_jax.stepping import StepMetrics
 from gradacc_jax.training import train_step
 
 __version__ = "0.1.0"

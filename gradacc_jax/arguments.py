@@ -76,6 +76,13 @@ def check_key(number: int, key: Any) -> None:
         )
 
 
+def states(new: Any, single: bool) -> Any:
+    """New states as a tuple, as the old ones are; :func:`check_state` judges it."""
+    if single:
+        return (new,)
+    return tuple(new) if isinstance(new, tuple | list) else new
+
+
 def check_state(old: PyTree, new: PyTree) -> None:
     """Raises where a state that is carried through a loop changes what it is."""
 

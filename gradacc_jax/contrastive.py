@@ -148,7 +148,7 @@ def chunked_encode(
             new = ()
             if states:
                 out, new = _pair_of(out)
-                new = (new,) if isinstance(state_argnums, int) else tuple(new)
+                new = arguments.states(new, isinstance(state_argnums, int))
                 arguments.check_state(state, new)
             _check_representations(out, part.size)
             return lax.stop_gradient(new), out

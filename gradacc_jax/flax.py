@@ -20,9 +20,9 @@ from gradacc_jax.accumulation import apply_gradients
 from gradacc_jax.accumulation.state import accumulators
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.modules import remat_modules
+from gradacc_jax.monitoring import StepMetrics
 from gradacc_jax.stepping import (
     LossFn,
-    StepMetrics,
     StepOptions,
     WeightFn,
     micro_step,

@@ -39,11 +39,31 @@ def check_loss(loss: Any) -> None:
         )
 
 
-def loss_and_aux(out: Any, has_aux: bool) -> tuple[jax.Array, PyTree]:
-    """What a loss function returned, as a checked loss and its aux."""
-    loss, aux = pair_of(out, has_aux)
-    check_loss(loss)
-    return loss, aux
+def check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
+    """Raises unless the loss fits its weight, or each of its terms has one."""
+    if not named:
+        check_loss(loss)
+        if weight is not None and weight.shape != ():
+            raise ValueError(
+                f"weight_fn returned shape {weight.shape}; expected a scalar, the "
+                "number of loss terms in the micro-batch: sum your mask"
+            )
+        return
+    for path, w in jax.tree_util.tree_leaves_with_path(weight):
+        if w.shape != ():
+            raise ValueError(
+                f"weight_fn returned shape {w.shape} at {jax.tree_util.keystr(path)}; "
+                "expected scalars, the number of loss terms of each term"
+            )
+    terms: Any = jax.tree.structure(loss)
+    weights = jax.tree.structure(weight)
+    if terms != weights or not terms.num_leaves:
+        raise ValueError(
+            f"weight_fn returned {weights} and the loss function {terms}; each term of "
+            "the loss needs its weight"
+        )
+    for term in jax.tree.leaves(loss):
+        check_loss(term)
 
 
 def is_leaf(x: Any) -> bool:

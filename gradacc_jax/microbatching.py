@@ -287,7 +287,7 @@ class Call:
         )
         weight = jax.eval_shape(lambda m: self.weight(self.parts[0], m), sample)
         named = weight is not None and not losses.is_leaf(weight)
-        _check_terms(loss, weight, named)
+        losses.check_terms(loss, weight, named)
         arguments.check_state(state, new_state)
         self.aux = auxiliary.Reducer(aux, o.aux_reduction, self.parts[0].size, named)
         # Known beforehand only where terms have denominators of their own.
@@ -424,7 +424,7 @@ class Call:
             return loss, ((), aux)
         loss, rest = losses.pair_of(out, True, "(loss, new_state)")
         new, aux = losses.pair_of(rest, o.has_aux, "(new_state, aux)")
-        return loss, ((new,) if o.single_state else tuple(new), aux)
+        return loss, (arguments.states(new, o.single_state), aux)
 
     def micro_batch(self, part: Part, i: Any) -> tuple[PyTree, ...]:
         return splitting.micro_batch(self.batch, self.axes, part, i)
@@ -479,29 +479,3 @@ def _total(terms: PyTree, shares: PyTree) -> jax.Array:
         lambda x, s: jnp.where(s == 0, 0, s * x.astype(s.dtype)), terms, shares
     )
     return functools.reduce(operator.add, jax.tree.leaves(counted))
-
-
-def _check_terms(loss: PyTree, weight: PyTree, named: bool) -> None:
-    if not named:
-        losses.check_loss(loss)
-        if weight is not None and weight.shape != ():
-            raise ValueError(
-                f"weight_fn returned shape {weight.shape}; expected a scalar, the "
-                "number of loss terms in the micro-batch: sum your mask"
-            )
-        return
-    for path, w in jax.tree_util.tree_leaves_with_path(weight):
-        if w.shape != ():
-            raise ValueError(
-                f"weight_fn returned shape {w.shape} at {jax.tree_util.keystr(path)}; "
-                "expected scalars, the number of loss terms of each term"
-            )
-    terms: Any = jax.tree.structure(loss)
-    weights = jax.tree.structure(weight)
-    if terms != weights or not terms.num_leaves:
-        raise ValueError(
-            f"weight_fn returned {weights} and the loss function {terms}; each term of "
-            "the loss needs its weight"
-        )
-    for term in jax.tree.leaves(loss):
-        losses.check_loss(term)

@@ -11,6 +11,7 @@ import functools
 from typing import Any
 
 import jax
+from jax.extend import core
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,7 +53,7 @@ def _goes_in_once(jaxpr: Any, held: set[Any]) -> bool:
     """
     for equation in jaxpr.eqns:
         mine = [v for v in equation.invars if not hasattr(v, "val") and v in held]
-        inner = _inner_jaxprs(equation)
+        inner = list(core.jaxprs_in_params(equation.params))
         if inner and len(set(mine)) < len(mine):
             return False
         for one in inner:
@@ -78,19 +79,9 @@ def _minds_its_cotangent(jaxpr: Any) -> bool:
             return True
         if any(getattr(v.aval, "dtype", None) == jnp.float16 for v in equation.outvars):
             return True
-        if any(map(_minds_its_cotangent, _inner_jaxprs(equation))):
+        if any(map(_minds_its_cotangent, core.jaxprs_in_params(equation.params))):
             return True
     return any(v.aval.dtype == jnp.float16 for v in jaxpr.invars)
-
-
-def _inner_jaxprs(equation: Any) -> list[Any]:
-    found = []
-    for value in jax.tree.leaves(
-        list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-    ):
-        if hasattr(value, "eqns"):
-            found.append(getattr(value, "jaxpr", value))
-    return found
 
 
 def add(vjp: Callable[..., Any], total: PyTree, cotangent: PyTree) -> PyTree:

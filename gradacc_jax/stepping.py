@@ -31,13 +31,13 @@ from gradacc_jax import window as windows
 from gradacc_jax.accumulation import (
     AccumulateState,
     AccumulateTransformation,
-    accumulation_metrics,
     apply_gradients,
 )
 from gradacc_jax.accumulation.application import close
 from gradacc_jax.accumulation.checks import check_weight
 from gradacc_jax.accumulation.state import accumulators, unused
 from gradacc_jax.checkpointing import policies
+from gradacc_jax.monitoring import StepMetrics, global_norm, step_metrics
 from gradacc_jax.window import Window
 
 PyTree = Any
@@ -45,35 +45,11 @@ LossFn = Callable[..., Any]
 WeightFn = Callable[[PyTree], PyTree]
 
 
-class StepMetrics(NamedTuple):
-    """What a training step reports; scalars but for ``aux``.
-
-    Attributes:
-      loss: the weighted mean of the loss over the window so far; when the window is
-        closed, the loss of the full batch.
-      grad_norm: the global norm of the window's mean gradient where this call gave it
-        to the inner optimizer, else 0.
-      weight: the sum of weights in the window so far. Without a ``weight_fn`` a call
-        weighs 1; with one that returns a dict it is a dict.
-      emitted: whether this call closed a window.
-      skipped: how many micro-batches (or windows) were skipped since the beginning.
-      aux: what the loss function returned beside the loss in this call; with several
-        micro-batches in a call, reduced as ``aux_reduction`` says.
-    """
-
-    loss: jax.Array
-    grad_norm: jax.Array
-    weight: jax.Array
-    emitted: jax.Array
-    skipped: jax.Array
-    aux: PyTree
-
-
 @dataclasses.dataclass(frozen=True)
 class StepOptions:
     """The options that all forms of the training step share; see :func:`train_step`."""
 
-    num_microbatches: Any = 1
+    num_microbatches: int = 1
     microbatch_size: int | None = None
     batch_axis: PyTree = 0
     has_aux: bool = False
@@ -85,8 +61,11 @@ class StepOptions:
     def __post_init__(self) -> None:
         k = arguments.count("num_microbatches", self.num_microbatches)
         size = arguments.count("microbatch_size", self.microbatch_size)
-        if k is None:
-            raise ValueError("num_microbatches=None; choose at least 1")
+        if not isinstance(k, int):
+            raise ValueError(
+                f"num_microbatches={k}; choose a Python integer, at least 1 (a traced "
+                "number of micro-batches is for value_and_grad)"
+            )
         object.__setattr__(self, "num_microbatches", k)
         object.__setattr__(self, "microbatch_size", size)
         if self.loss_reduction not in (None, "mean", "sum"):
@@ -166,7 +145,7 @@ def micro_step(
         (value, (new, aux)), grads = jax.value_and_grad(
             loss, has_aux=True, allow_int=True
         )(params)
-        norm = _global_norm(grads)
+        norm = global_norm(grads)
         new = _carried_on(weight, new, carried)
         made = _Gradients(grads, norm, value, weight, new, aux)
         return _applied(tx, params, state, made, emit)
@@ -176,7 +155,7 @@ def micro_step(
     carried = _carried_on(weight, new, carried)
     # The gradient's dtypes are the sums'.
     params, state = close(tx, params, added, added.acc_grads, runs, value=value)
-    return params, state, carried, _metrics(state, value, None, weight, aux, runs)
+    return params, state, carried, step_metrics(state, value, None, weight, aux, runs)
 
 
 def stateless(loss_fn: LossFn, has_aux: bool) -> LossFn:
@@ -242,8 +221,7 @@ def _in_parts(
             "has one weight; give several to a plain optimizer and num_microbatches=k"
         )
     divides = options.loss_reduction == "sum" and weights is not None and not found
-    k = options.num_microbatches
-    several = not isinstance(k, int) or k > 1 or options.microbatch_size is not None
+    several = options.num_microbatches > 1 or options.microbatch_size is not None
     return several or named or divides
 
 
@@ -305,7 +283,7 @@ def _in_one_call(
     found = call.accumulated()
     # Taken of the sums: of the mean, read twice then, XLA would make an array.
     total, total_weight = found.held.grads
-    norm = _global_norm(total)
+    norm = global_norm(total)
     if found.divides:
         norm = norm / jnp.where(total_weight == 0, 1, total_weight)
     (value, (carried, (weight, aux))), grads = call.result(found)
@@ -358,13 +336,18 @@ def _applied(
     runs: Any = emit is not False
     for held in accumulators(state):
         runs = runs & held.emitted & (held.acc_weight > 0)
-    return params, state, carried, _metrics(state, value, made.norm, weight, aux, runs)
+    return (
+        params,
+        state,
+        carried,
+        step_metrics(state, value, made.norm, weight, aux, runs),
+    )
 
 
 def _carried_on(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
     """What is carried after a micro-batch: as before it, if it has no loss term."""
-    tree: Any = jax.tree.structure(new)
-    if weight is None or tree != jax.tree.structure(old):
+    arguments.check_state(old, new)
+    if weight is None:
         return new
     new, old = (jax.tree.map(jnp.asarray, tree) for tree in (new, old))
     return jax.lax.cond(weight != 0, lambda: new, lambda: old)
@@ -463,60 +446,6 @@ def _added_in_place(
     held = Window(total, windows.weighed(state.acc_weight, weight, first=first))
     added, closes, _ = options.settle(state, held, weight, emit, {"value": value})
     return value, aux, added, options.runs(closes, added.acc_weight, weight)
-
-
-def _metrics(
-    state: PyTree,
-    value: jax.Array,
-    norm: Any,
-    weight: PyTree,
-    aux: PyTree,
-    runs: Any,
-) -> StepMetrics:
-    found = accumulators(state)
-    if not found:
-        one = jnp.ones((), precision.scalar_dtype())
-        return StepMetrics(
-            loss=value,
-            grad_norm=norm,
-            weight=(
-                one
-                if weight is None
-                else jax.tree.map(lambda w: w.astype(one.dtype), weight)
-            ),
-            emitted=jnp.ones((), bool),
-            skipped=jnp.zeros((), jnp.int32),
-            aux=aux,
-        )
-    (held,) = found
-    of_window = accumulation_metrics(held)
-
-    def window_norm() -> jax.Array:
-        window = Window(held.acc_grads, held.acc_weight)
-        return _global_norm(windows.close(window, window.total, dtype=jnp.float32))
-
-    if not unused(held.acc_grads):
-        # After an emit the sum is still there, until the next micro-step.
-        def no_norm() -> jax.Array:
-            return jnp.zeros_like(jax.eval_shape(window_norm))
-
-        if isinstance(runs, bool):
-            norm = window_norm() if runs else no_norm()
-        else:
-            norm = jax.lax.cond(runs, window_norm, no_norm)
-    return StepMetrics(
-        loss=of_window.get("value", value),
-        grad_norm=norm,
-        weight=of_window["weight"],
-        emitted=of_window["emitted"],
-        skipped=of_window["skipped"],
-        aux=aux,
-    )
-
-
-def _global_norm(grads: PyTree) -> jax.Array:
-    leaves = [g for g in jax.tree.leaves(grads) if precision.has_gradient(g)]
-    return optax.tree.norm([g.astype(precision.working_dtype(g.dtype)) for g in leaves])
 
 
 def _check_no_multi_steps(state: PyTree) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import optax
 
+from gradacc_jax.monitoring import StepMetrics
 from gradacc_jax.stepping import (
     LossFn,
-    StepMetrics,
     StepOptions,
     WeightFn,
     micro_step,

@@ -775,3 +775,22 @@ def test_bad_input_is_refused(options, match):
     arguments |= {"num_microbatches": 3} | options
     with pytest.raises(ValueError, match=match):
         gradacc_jax.check_equivalence(**arguments)
+
+
+def test_random_numbers_held_still_and_a_gradient_of_zero_are_noted():
+    def masked(w, x, key):
+        m = jax.random.bernoulli(key, 0.15, x.shape).astype(x.dtype)
+        return jnp.sum(w * x * m) / jnp.maximum(jnp.sum(m), 1)
+
+    x, key = jnp.arange(8.0), jax.random.key(0)
+    report = check_equivalence(masked, jnp.array(1.0), x, 2, key=key)
+    zero, still = report.notes
+    assert "0 everywhere, so that nothing was compared" in zero
+    assert "unequal weights are not seen" in still
+
+    def unguarded(w, x, key):
+        m = jax.random.bernoulli(key, 0.15, x.shape).astype(x.dtype)
+        return jnp.sum(w * x * m) / jnp.sum(m)
+
+    with pytest.raises(ValueError, match="a mask drawn at a low rate is empty"):
+        check_equivalence(unguarded, jnp.array(1.0), x, 2, key=key)

@@ -330,6 +330,15 @@ def program_of(k):
     return programs.program(f.lower(LAYERS, x))
 
 
+def test_a_state_that_is_no_tuple_where_several_are_carried_is_refused():
+    def loss(w, x, mean):
+        return jnp.mean(w * x), mean
+
+    f = value_and_grad(loss, num_microbatches=2, state_argnums=(2,))
+    with pytest.raises(ValueError, match="the carried state changes"):
+        f(1.0, jnp.ones(4), 8.0)
+
+
 def test_memory_is_flat_in_the_number_of_micro_batches(engine):
     few, many = program_of(4), program_of(64)
     assert many.temporaries == pytest.approx(few.temporaries, rel=0.01)

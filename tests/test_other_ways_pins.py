@@ -130,6 +130,15 @@ def test_optax_sums_bfloat16_gradients_in_bfloat16():  # N1
     assert grad(loss, microbatch_size=1, reduction="sum")(w, x) == 512
 
 
+def test_a_loop_sums_bfloat16_gradients_in_bfloat16():  # N1
+    def loss(w, x):
+        return jnp.mean(w * x)
+
+    w, x = jnp.bfloat16(1), jnp.ones(512, jnp.bfloat16)
+    assert loop_grad(loss, size=1)(w, x) == 256 / 512
+    assert grad(loss, microbatch_size=1)(w, x) == 1
+
+
 def test_a_scan_over_bfloat16_parameters_sums_their_gradients_in_bfloat16():  # G6
     def total(w, x):
         return jax.lax.scan(lambda c, x: (c + w * x, None), jnp.bfloat16(0), x)[0]

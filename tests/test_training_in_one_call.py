@@ -313,7 +313,7 @@ def test_one_micro_batch_is_the_plain_step():
     ("options", "message"),
     [
         ({"num_microbatches": 0}, "num_microbatches=0 is less than 1"),
-        ({"num_microbatches": None}, "num_microbatches=None; choose at least 1"),
+        ({"num_microbatches": None}, "num_microbatches=None; choose a Python integer"),
         ({"num_microbatches": 2.5}, "num_microbatches=2.5 is not an integer"),
         ({"num_microbatches": True}, "num_microbatches=True is not an integer"),
         ({"microbatch_size": -1}, "microbatch_size=-1 is less than 1"),

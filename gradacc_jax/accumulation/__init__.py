@@ -1,8 +1,9 @@
 """Accumulation across calls: one micro-step a call, gradients kept in optimizer state.
 
 The rooms, from the bottom: ``checks`` (what is refused), ``state`` (the accumulator's
-state and what can be asked of it), ``transformation`` (``accumulate``), ``application``
-(``apply_gradients``: a micro-step at the least cost).
+state and what can be asked of it), ``silence`` (updates that change nothing),
+``micro_step`` (what an update does), ``transformation`` (``accumulate``),
+``application`` (``apply_gradients``: a micro-step at the least cost).
 """
 
 from gradacc_jax.accumulation.application import apply_gradients

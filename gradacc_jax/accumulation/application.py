@@ -16,8 +16,8 @@ import jax
 import jax.extend as jex
 import optax
 
+from gradacc_jax.accumulation.micro_step import Part
 from gradacc_jax.accumulation.state import accumulators, replaced, unused
-from gradacc_jax.accumulation.transformation import Part
 
 PyTree = Any
 

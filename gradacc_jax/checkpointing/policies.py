@@ -24,7 +24,6 @@ import difflib
 import inspect
 import re
 from typing import Any
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -283,7 +282,8 @@ def _memory(to: str) -> str:
     return to
 
 
-def _near(name: str, known: Collection[str]) -> str:
+def near(name: str, known: Collection[str]) -> str:
+    """The end of an error: which of the known names may have been meant, if any."""
     by_letters = {other.lower(): other for other in sorted(known)}
     found = difflib.get_close_matches(name.lower(), by_letters, n=3, cutoff=0.6)
     matches = [by_letters[letters] for letters in found]
@@ -473,7 +473,7 @@ def resolve(policy: Any) -> Policy:
         if policy in _STRINGS:
             return _STRINGS[policy]
         raise ValueError(
-            f"policy={policy!r} is not known{_near(policy, _STRINGS)}; choose one of "
+            f"policy={policy!r} is not known{near(policy, _STRINGS)}; choose one of "
             f"{', '.join(_STRINGS)}, or name values with policies.save_names"
         )
     if callable(policy) and not isinstance(policy, type):
@@ -559,30 +559,6 @@ def _translated(function: Callable[..., Any]) -> Policy | None:
         }:
             return _Named(frozenset(saved)) | _Named(frozenset(there), memory)
     return None
-
-
-def warn_of_names(policy: Policy, seen: Collection[str], where: str) -> None:
-    """Warns of names of the policy that no value carries, and of idle patterns.
-
-    Args:
-      policy: the policy.
-      seen: the names that were seen while tracing.
-      where: the function they were looked for in.
-    """
-    here = ", ".join(repr(name) for name in sorted(seen)) or "none"
-    unseen = [
-        f"no value carries the name {name!r}{_near(name, seen)}"
-        for name in sorted(policy.names() - set(seen))
-    ] + [
-        f"no name matches the pattern {pattern!r}"
-        for pattern in sorted(policy.patterns())
-        if not any(re.fullmatch(pattern, name) for name in seen)
-    ]
-    for fault in unseen:
-        warnings.warn(
-            f"policy={policy!r} on {where}: {fault}. Names seen there: {here}",
-            stacklevel=2,
-        )
 
 
 def _decides(prim: Any, avals: tuple[Any, ...]) -> bool:

@@ -6,7 +6,8 @@ here, so that what would otherwise go wrong in silence can be said, and then han
 ``jax.checkpoint``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+import re
 from typing import Any
 import warnings
 
@@ -15,7 +16,7 @@ from jax.extend import core
 import numpy as np
 
 from gradacc_jax.checkpointing import withholding
-from gradacc_jax.checkpointing.policies import Policy, none, warn_of_names
+from gradacc_jax.checkpointing.policies import Policy, near, none
 from gradacc_jax.checkpointing.withholding import ClosedJaxpr
 
 PyTree = Any
@@ -52,7 +53,7 @@ def region(
         plain = core.jaxpr_as_fun(closed)
         here = _differentiated([*leaves, *closed.consts])
         seen = _names(closed, plain, leaves, policy)
-        warn_of_names(policy, seen, where)
+        _warn_of_names(policy, seen, where)
         _warn_of_prints(closed, where)
         body, decide = plain, policy
         if any(policy.withholds(name) for name in seen):
@@ -141,6 +142,30 @@ def _names(
             if (name := withholding.named(eqn)) is not None:
                 seen.add(name)
     return seen
+
+
+def _warn_of_names(policy: Policy, seen: Collection[str], where: str) -> None:
+    """Warns of names of the policy that no value carries, and of idle patterns.
+
+    Args:
+      policy: the policy.
+      seen: the names that were seen while tracing.
+      where: the function they were looked for in.
+    """
+    here = ", ".join(repr(name) for name in sorted(seen)) or "none"
+    unseen = [
+        f"no value carries the name {name!r}{near(name, seen)}"
+        for name in sorted(policy.names() - set(seen))
+    ] + [
+        f"no name matches the pattern {pattern!r}"
+        for pattern in sorted(policy.patterns())
+        if not any(re.fullmatch(pattern, name) for name in seen)
+    ]
+    for fault in unseen:
+        warnings.warn(
+            f"policy={policy!r} on {where}: {fault}. Names seen there: {here}",
+            stacklevel=2,
+        )
 
 
 def _differentiated(values: Sequence[Any]) -> bool:

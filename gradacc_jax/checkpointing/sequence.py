@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.policies import Policy
-from gradacc_jax.checkpointing.regions import region
+from gradacc_jax.checkpointing.regions import num_bytes, region
 from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.checkpointing.residuals import kept_bytes
 
@@ -306,7 +306,7 @@ def _sqrt_of_list(layers: list[Layer], x: PyTree) -> int:
         # What functions close over is differentiated too.
         converted, consts = jax.closure_convert(chain, x, *variables)
         kept = kept_bytes(converted, x, *variables, *consts, counted=(0,))
-    return best_segments(len(layers), _num_bytes(x), kept / len(layers))
+    return best_segments(len(layers), num_bytes(jax.tree.leaves(x)), kept / len(layers))
 
 
 def _sqrt_of_stacked(body: Layer, x: PyTree, stacked: PyTree, num: int) -> int:
@@ -314,7 +314,9 @@ def _sqrt_of_stacked(body: Layer, x: PyTree, stacked: PyTree, num: int) -> int:
     converted, consts = jax.closure_convert(body, x, first)
     kept = kept_bytes(converted, x, first, *consts, counted=(0,))
     # A segment's parameters are taken out of the stack, and its gradients put there.
-    return best_segments(num, _num_bytes(x), kept + 2 * _num_bytes(first))
+    return best_segments(
+        num, num_bytes(jax.tree.leaves(x)), kept + 2 * num_bytes(jax.tree.leaves(first))
+    )
 
 
 def _functional(layer: Any) -> tuple[Layer, PyTree]:
@@ -331,11 +333,6 @@ def _functional(layer: Any) -> tuple[Layer, PyTree]:
 
         return apply, layer.variables
     return lambda x, _: layer(x), ()
-
-
-def _num_bytes(tree: PyTree) -> int:
-    arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "dtype")]
-    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
 
 # --- Flax, where it is used -----------------------------------------------------------

@@ -15,6 +15,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core
 from jax.extend import random as extend
 import jax.numpy as jnp
 import numpy as np
@@ -119,19 +120,17 @@ def look(fun: Callable[..., Any], *args: Any) -> tuple[np.dtype, bool]:
         rounds = name in ("dot_general", "conv_general_dilated")
         if name == "convert_element_type":
             rounds = jnp.issubdtype(inputs[0], jnp.floating)
-        for v in equation.outvars if rounds else ():
-            narrowest = narrowed(v.aval.dtype)
+        results: list[Any] = [v.aval for v in equation.outvars] if rounds else []
+        for aval in results:
+            narrowest = narrowed(aval.dtype)
     return narrowest, draws
 
 
-def _equations(jaxpr: Any) -> Iterator[Any]:
+def _equations(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     for equation in jaxpr.eqns:
         yield equation
-        for value in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")
-        ):
-            if hasattr(value, "eqns"):
-                yield from _equations(getattr(value, "jaxpr", value))
+        for inner in core.jaxprs_in_params(equation.params):
+            yield from _equations(inner)
 
 
 def is_key(x: Any) -> bool:

@@ -1,6 +1,7 @@
 """What is asked about a loss, and the loss on any choice of examples."""
 
 from collections.abc import Callable
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -161,10 +162,7 @@ class Experiments:
 
 def total(terms: PyTree) -> jax.Array:
     """The loss, of its terms."""
-    first, *others = jax.tree.leaves(terms)
-    for term in others:
-        first = first + term
-    return first
+    return jax.tree.reduce(operator.add, terms)
 
 
 def taken(batch: PyTree, axes: PyTree, examples: np.ndarray) -> PyTree:

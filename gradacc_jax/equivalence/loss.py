@@ -170,9 +170,10 @@ def _rows(
     micro_values = report.largest(double[0].terms)
     found = rows("loss", lambda a: a.value, micro_values)
     if not losses.is_leaf(double[0].terms):
-        for i, pair in enumerate((double, given)):
-            pair = (pair[0]._replace(terms=averaged(pair[0].terms)), pair[1])
-            double, given = (pair, given) if i == 0 else (double, pair)
+        double, given = (
+            (ours._replace(terms=averaged(ours.terms)), whole)
+            for ours, whole in (double, given)
+        )
         found += rows("loss", lambda a: a.terms, micro_values)
     scale = report.largest(double[1].grads, double[0].grads)
     grads = rows("gradient", lambda a: a.grads, scale)

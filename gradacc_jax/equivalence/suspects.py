@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from gradacc_jax.equivalence import report
 from gradacc_jax.equivalence.trial import Seen, Suspect, Trial
@@ -113,7 +114,7 @@ def _not_reset(seen: Seen, what: str) -> PyTree:
 
 
 def _sum(trees: list[PyTree]) -> PyTree:
-    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
+    return functools.reduce(optax.tree.add, trees)
 
 
 def _factors(

@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 import jax.numpy as jnp
+import numpy as np
 
 WIDTH, BATCH, LAYERS = 8, 4, 2
 
@@ -227,3 +228,32 @@ def residual_bytes(fun, *args):
         for x in jax.tree.leaves(kept)
         if not jnp.issubdtype(x.dtype, jax.dtypes.extended)
     )
+
+
+# The linen model at work.
+with jax.default_prng_impl("unsafe_rbg"):  # as in the tests
+    RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+
+def equal(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
+        np.testing.assert_array_equal(x, y)
+
+
+def outputs(model, variables, **options):
+    def apply(variables):
+        return model.apply(
+            variables,
+            inputs(),
+            True,
+            rngs={"dropout": jax.random.key(2)},
+            mutable=["batch_stats", "intermediates"],
+            **options,
+        )
+
+    return quick(apply, variables)
+
+
+def init(model):
+    return quick(lambda: model.init(RNGS, inputs(), False))

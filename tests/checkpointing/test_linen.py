@@ -8,40 +8,17 @@ import pytest
 
 from gradacc_jax import policies, remat
 from tests.checkpointing.models import (
+    RNGS,
     LinenBlock,
     LinenModel,
+    equal,
+    init,
     inputs,
-    quick,
+    outputs,
     residual_bytes,
 )
 
 X = inputs()
-with jax.default_prng_impl("unsafe_rbg"):  # as in the tests
-    RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-
-
-def equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-        np.testing.assert_array_equal(x, y)
-
-
-def outputs(model, variables, **options):
-    def apply(variables):
-        return model.apply(
-            variables,
-            X,
-            True,
-            rngs={"dropout": jax.random.key(2)},
-            mutable=["batch_stats", "intermediates"],
-            **options,
-        )
-
-    return quick(apply, variables)
-
-
-def init(model):
-    return quick(lambda: model.init(RNGS, X, False))
 
 
 def test_a_trained_model_finds_its_parameters_and_draws_the_same_masks():

@@ -2,54 +2,29 @@
 
 from flax import linen as nn
 from flax import nnx
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from gradacc_jax import policies, remat_modules
 from tests.checkpointing.models import (
+    RNGS,
     LinenBlock,
     LinenModel,
     NnxBlock,
     NnxModel,
+    equal,
+    init,
     inputs,
+    outputs,
     plain,
-    quick,
     residual_bytes,
 )
 
 X = inputs()
-with jax.default_prng_impl("unsafe_rbg"):  # as in the tests
-    RNGS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-
-
-def equal(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)):
-        np.testing.assert_array_equal(x, y)
-
-
-def run(model, variables, **options):
-    def apply(variables):
-        return model.apply(
-            variables,
-            X,
-            True,
-            rngs={"dropout": jax.random.key(2)},
-            mutable=["batch_stats", "intermediates"],
-            **options,
-        )
-
-    return quick(apply, variables)
-
-
-def init(model):
-    return quick(lambda: model.init(RNGS, X, False))
 
 
 def kept(model, variables):
-    forward = lambda p: run(model, {**variables, "params": p})[0]  # noqa: E731
+    forward = lambda p: outputs(model, {**variables, "params": p})[0]  # noqa: E731
     return residual_bytes(forward, variables["params"])
 
 
@@ -101,8 +76,8 @@ def test_a_linen_model_computes_the_same_and_keeps_less(model, match, paths):
     variables = init(model)
     new = remat_modules(model, match=match)
     equal(init(new), variables)
-    expected = run(model, variables, capture_intermediates=True)
-    equal(run(new, variables, capture_intermediates=True), expected)
+    expected = outputs(model, variables, capture_intermediates=True)
+    equal(outputs(new, variables, capture_intermediates=True), expected)
     assert list(new.rematerialised) == paths
     assert kept(new, variables) < kept(model, variables)
     assert type(new).__name__ == type(model).__name__
@@ -113,7 +88,7 @@ def test_blocks_may_have_policies_of_their_own():
     variables = init(model)
     match = {"LinenBlock_0": "dots", LinenBlock: policies.save_names("hidden")}
     new = remat_modules(model, match=match)
-    run(new, variables)
+    outputs(new, variables)
     assert new.rematerialised == {
         "LinenBlock_0": policies.dots,
         "LinenBlock_1": policies.save_names("hidden"),
@@ -168,7 +143,7 @@ def test_a_part_of_another_linen_model_works_with_rules():
     whole = Whole(LinenModel())
     variables = init(whole)
     new = Whole(remat_modules(LinenModel(), match=LinenBlock))
-    equal(run(new, variables), run(whole, variables))
+    equal(outputs(new, variables), outputs(whole, variables))
     assert kept(new, variables) < kept(whole, variables)
 
 

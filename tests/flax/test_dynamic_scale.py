@@ -103,6 +103,12 @@ def test_aux_and_carried_state_pass_through():
     assert aux == {"largest": 6}
 
 
+def test_a_loss_that_is_a_python_number_has_no_gradient():
+    found = DynamicScale().value_and_grad(lambda w, x: 2.0, num_microbatches=2)
+    _, finite, value, grads = found(jnp.float32(1), jnp.ones(4))
+    assert (finite, value, grads) == (True, 2, 0)
+
+
 def test_without_options_it_is_flaxs():
     found = DynamicScale().value_and_grad(lambda w: w**2)(3.0)
     assert (found.aux, found.grad) == (9, 6)

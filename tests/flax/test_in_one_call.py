@@ -5,6 +5,7 @@ from typing import Any
 
 import chex
 from flax import nnx
+from flax.core import FrozenDict
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -103,6 +104,58 @@ def test_a_field_that_the_state_does_not_have_is_refused():
         ValueError, match="carry='statistics' is no field of TrainState"
     ):
         step(linen_state(model), batch_of(2))
+
+
+@pytest.mark.parametrize("carry", ["step", "params", "replace"])
+def test_flaxs_own_fields_and_methods_cannot_be_carried(carry):
+    step = linen_train_step(functools.partial(linen_loss, LinenNetwork()), carry=carry)
+    with pytest.raises(ValueError, match=f"carry='{carry}' is no field .* can be"):
+        step(linen_state(LinenNetwork()), batch_of(2))
+
+
+def test_statistics_that_are_not_there_yet_are_asked_for():
+    model = LinenNetwork()
+    state = linen_state(model).replace(batch_stats=None)
+    step = linen_train_step(functools.partial(linen_loss, model), carry="batch_stats")
+    with pytest.raises(ValueError, match="carry='batch_stats' is None in the state"):
+        step(state, batch_of(2))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_statistics_that_change_dtype_or_container_are_refused(k):
+    model = LinenNetwork()
+
+    def narrowed(params, batch_stats, batch):
+        loss, new = linen_loss(model, params, batch_stats, batch)
+        return loss, jax.tree.map(lambda x: x.astype(jnp.bfloat16), new)
+
+    def frozen(params, batch_stats, batch):
+        loss, new = linen_loss(model, params, batch_stats, batch)
+        return loss, FrozenDict(new)
+
+    for loss, message in (
+        (narrowed, r"float32\[4\] -> bfloat16"),
+        (frozen, "comes in as"),
+    ):
+        step = linen_train_step(loss, carry="batch_stats", num_microbatches=k)
+        with pytest.raises(ValueError, match=message):
+            step(linen_state(model), batch_of(4))
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_batch_without_loss_terms_leaves_statistics_alone(k):
+    model = LinenNetwork()
+    step = linen_train_step(
+        functools.partial(linen_loss, model),
+        carry="batch_stats",
+        num_microbatches=k,
+        weight_fn=lambda batch: 0 * jnp.sum(batch[1]),
+        donate=False,
+    )
+    state = linen_state(model)
+    after, _ = step(state, batch_of(4))
+    chex.assert_trees_all_equal(after.batch_stats, state.batch_stats)
+    chex.assert_trees_all_equal(after.params, state.params)
 
 
 def test_a_linen_loss_that_returns_no_statistics_is_refused():
