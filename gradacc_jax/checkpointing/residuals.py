@@ -356,7 +356,8 @@ def _held(eqn: Any) -> int:
     jaxpr, policy = eqn.params["jaxpr"], eqn.params["policy"]
     closed: Any = jaxpr
     if not hasattr(jaxpr, "consts"):  # older JAX has two classes
-        closed = core.ClosedJaxpr(jaxpr, ())  # type: ignore[attr-defined]
+        older_core: Any = core
+        closed = older_core.ClosedJaxpr(jaxpr, ())
     body = core.jaxpr_as_fun(closed)
     shapes = [
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
