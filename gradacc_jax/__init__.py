@@ -8,10 +8,14 @@ from gradacc_jax.accumulation import (
     accumulate,
     accumulation_metrics,
     apply_gradients,
+    for_num_devices,
     from_multi_steps_state,
     has_updated,
+    init_on_mesh,
     process,
     raise_if_skipping,
+    state_shardings,
+    state_specs,
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
 from gradacc_jax.checkpointing.modules import remat_modules
@@ -52,9 +56,11 @@ __all__ = [
     "assert_equivalence",
     "check_equivalence",
     "chunked_encode",
+    "for_num_devices",
     "from_multi_steps_state",
     "grad",
     "has_updated",
+    "init_on_mesh",
     "parameter_ema",
     "policies",
     "process",
@@ -64,6 +70,8 @@ __all__ = [
     "remat_sequence",
     "rescale_momentum",
     "residual_report",
+    "state_shardings",
+    "state_specs",
     "train_step",
     "value_and_grad",
 ]

@@ -16,7 +16,15 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
-from gradacc_jax import arguments, auxiliary, losses, precision, references, splitting
+from gradacc_jax import (
+    arguments,
+    auxiliary,
+    losses,
+    precision,
+    reduction,
+    references,
+    splitting,
+)
 from gradacc_jax import window as windows
 from gradacc_jax.splitting import Part
 from gradacc_jax.window import Window
@@ -40,6 +48,7 @@ def value_and_grad(
     key_argnums: int | Sequence[int] = (),
     state_argnums: int | Sequence[int] = (),
     accumulator_dtype: Any = jnp.float32,
+    axis_name: Any = None,
     unroll: int = 1,
 ) -> Callable[..., Any]:
     r"""``jax.value_and_grad``, with the batch split and summed inside the program.
@@ -83,6 +92,13 @@ def value_and_grad(
         batch statistics: ``fun`` then returns ``(loss, new_state)``, or ``(loss,
         (new_state, aux))``, and so does the result. (A tuple of argnums: a tuple.)
       accumulator_dtype: least dtype of the sums; None takes the argument's.
+      axis_name: inside ``jax.shard_map``, the mesh axis (or a tuple of them) over which
+        examples are spread, the batch being sharded over it and the parameters not.
+        Each device sums its own micro-batches, and one all-reduce after the loop makes
+        value, gradients, and aux that are averaged or summed the global batch's, the
+        same everywhere. ``fun`` returns its own device's loss. Other aux and the
+        carried state stay each device's own. Micro-batch i of device d among D gets
+        ``fold_in(key, i * D + d)``.
       unroll: how many micro-batches a turn of the loop handles, as in ``lax.scan``.
 
     Returns:
@@ -118,6 +134,7 @@ def value_and_grad(
         key_argnums=key_argnums,
         state_argnums=state_argnums,
         accumulator_dtype=accumulator_dtype,
+        axis_name=axis_name,
         unroll=unroll,
     )
 
@@ -181,6 +198,7 @@ class Options:
     key_argnums: Any = ()
     state_argnums: Any = ()
     accumulator_dtype: Any = jnp.float32
+    axis_name: Any = None
     unroll: int = 1
 
     def __post_init__(self) -> None:
@@ -210,6 +228,7 @@ class Options:
                 f'reduction={self.reduction!r} is not known; choose "mean" or "sum"'
             )
         auxiliary.check_reduction(self.aux_reduction)
+        self.axes = reduction.checked_axes(self.axis_name)
         arguments.check_roles({name: getattr(self, name) for name in ROLES})
 
 
@@ -271,6 +290,10 @@ class Call:
         if len(self.batch) == 1 or not isinstance(axis, tuple):
             axis = (axis,) * len(self.batch)
         self.axes = splitting.batch_axes(self.batch, axis)
+        # Differentiated while it varies, a parameter has a gradient of this device.
+        self.num_devices = reduction.num_devices(o.axes)
+        self.wrt = reduction.vary(self.wrt, o.axes)
+        reduction.check_batch(self.batch, self.wrt, o.axes)
         self.parts = splitting.parts(
             splitting.num_examples(self.batch, self.axes),
             None if o.num_real is not None else o.num_microbatches,
@@ -289,21 +312,28 @@ class Call:
         named = weight is not None and not losses.is_leaf(weight)
         losses.check_terms(loss, weight, named)
         arguments.check_state(state, new_state)
+        for one in jax.tree.leaves(loss):
+            reduction.check_not_reduced(
+                "the loss", one, o.axes, "return the loss of the device's own examples"
+            )
         self.aux = auxiliary.Reducer(aux, o.aux_reduction, self.parts[0].size, named)
         # Known beforehand only where terms have denominators of their own.
         self.reciprocals = self.reciprocal_totals() if named else None
 
         grads = windows.empty(self.wrt, o.accumulator_dtype)
+        grads = grads._replace(total=reduction.vary_like(grads.total, self.wrt))
+
+        def first_loss(wrt: PyTree) -> PyTree:
+            return self.evaluate(wrt, self.micro_batch(self.parts[0], 0), 0, state)
+
+        self.together = reduction.communicate(first_loss, self.wrt, o.axes)
         # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
         exact = all(x.dtype == precision.scalar_dtype() for x in jax.tree.leaves(loss))
         weighted = o.reduction == "mean" and weight is not None
-        self.in_place = (exact or not weighted) and references.serve(
-            lambda wrt: self.evaluate(
-                wrt, self.micro_batch(self.parts[0], 0), 0, state
-            ),
-            self.wrt,
-            grads.total,
-            weighted,
+        self.in_place = (
+            (exact or not weighted)
+            and (weight is None or not self.together)
+            and references.serve(first_loss, self.wrt, grads.total, weighted)
         )
         scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
         held = Sums(
@@ -316,9 +346,18 @@ class Call:
         for part in self.parts:
             held, out = self.loop(part, held)
             outs.append(out)
+        held = self.all_reduced(held)
         # Known beforehand, terms with denominators of their own are divided already.
         divides = not named and (o.reduction == "mean" or o.weight_fn is not None)
         return Accumulated(held, outs, jax.tree.leaves(loss)[0].dtype, divides)
+
+    def all_reduced(self, held: Sums) -> Sums:
+        """The sums of all devices: the one reduction of the window."""
+        kept = held.state, held.aux.last
+        grads, loss, means, sums = reduction.all_reduce(
+            (held.grads, held.loss, held.aux.means, held.aux.sums), self.options.axes
+        )
+        return Sums(grads, loss, auxiliary.Held(means, sums, kept[1]), kept[0])
 
     def loop(self, part: Part, held: Sums) -> tuple[Sums, list[jax.Array]]:
         body = functools.partial(self.step, part)
@@ -326,6 +365,7 @@ class Call:
             held, out = body(held, jnp.zeros((), jnp.int32))
             return held, [x[None] for x in out]
         unroll = min(self.options.unroll, part.count)
+        held = reduction.settled(body, held, jnp.zeros((), jnp.int32))
         return lax.scan(body, held, jnp.arange(part.count), unroll=unroll)
 
     def step(
@@ -341,7 +381,7 @@ class Call:
             _, out = jax.eval_shape(add, held, i)
             return held, [jnp.zeros(x.shape, x.dtype) for x in out]
 
-        return lax.cond(part.first + i < num_real, add, leave_out, held, i)
+        return reduction.cond(part.first + i < num_real, add, leave_out, held, i)
 
     def add(self, part: Part, held: Sums, i: jax.Array) -> tuple[Sums, list[jax.Array]]:
         micro = self.micro_batch(part, i)
@@ -377,9 +417,14 @@ class Call:
 
         if weight is None:
             loss, state, aux, total = both_passes(held.grads.total)
+        elif self.together:
+            loss, state, aux, total = both_passes(held.grads.total)
+            state = jax.tree.map(
+                lambda new, old: jnp.where(weight != 0, new, old), state, held.state
+            )
         else:
             # 0 times nan is nan: a micro-batch of weight 0 gets no backward pass.
-            loss, state, aux, total = lax.cond(
+            loss, state, aux, total = reduction.cond(
                 weight != 0, both_passes, forward_pass, held.grads.total
             )
         if shares is not None:
@@ -414,6 +459,8 @@ class Call:
         """The loss of one micro-batch, and its new state and aux."""
         o = self.options
         args = list(self.args)
+        # Of all micro-batches of all devices no two draw the same numbers.
+        index = index * self.num_devices + reduction.device_index(o.axes)
         keys = [jax.random.fold_in(args[n], index) for n in o.key_argnums]
         numbers = (*o.argnums, *o.batch_argnums, *o.key_argnums, *o.state_argnums)
         for number, value in zip(numbers, (*wrt, *micro, *keys, *state), strict=True):
@@ -458,6 +505,7 @@ class Call:
             for part in self.parts
         ]
         totals = jax.tree.map(lambda *xs: jnp.sum(jnp.concatenate(xs)), *per_part)
+        totals = reduction.all_reduce(totals, self.options.axes)
         return jax.tree.map(
             lambda w: jnp.where(w == 0, 0, 1 / jnp.where(w == 0, 1, w)), totals
         )

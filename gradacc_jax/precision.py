@@ -18,6 +18,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from optax import MaskedNode
 
 PyTree = Any
@@ -116,6 +117,12 @@ def all_finite(tree: PyTree) -> jax.Array:
 
     leaves = [leaf(x) for x in jax.tree.leaves(tree) if has_gradient(x)]
     return jnp.all(jnp.stack(leaves)) if leaves else jnp.ones((), bool)
+
+
+def global_norm(grads: PyTree) -> jax.Array:
+    """The norm of all differentiable numbers of a tree, computed in float32 or more."""
+    leaves = [g for g in jax.tree.leaves(grads) if has_gradient(g)]
+    return optax.tree.norm([g.astype(working_dtype(g.dtype)) for g in leaves])
 
 
 def owned(tree: PyTree, params: PyTree) -> PyTree:

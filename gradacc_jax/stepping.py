@@ -24,6 +24,7 @@ from gradacc_jax import (
     losses,
     microbatching,
     precision,
+    reduction,
     references,
     splitting,
 )
@@ -35,9 +36,9 @@ from gradacc_jax.accumulation import (
 )
 from gradacc_jax.accumulation.application import close
 from gradacc_jax.accumulation.checks import check_weight
-from gradacc_jax.accumulation.state import accumulators, unused
+from gradacc_jax.accumulation.state import accumulators, has_device_axis, unused
 from gradacc_jax.checkpointing import policies
-from gradacc_jax.monitoring import StepMetrics, global_norm, step_metrics
+from gradacc_jax.monitoring import StepMetrics, step_metrics
 from gradacc_jax.window import Window
 
 PyTree = Any
@@ -56,7 +57,12 @@ class StepOptions:
     weight_fn: WeightFn | None = None
     loss_reduction: str | None = None
     aux_reduction: PyTree = "mean"
+    axis_name: Any = None
     unroll: int = 1
+
+    @property
+    def axes(self) -> reduction.Axes:
+        return reduction.checked_axes(self.axis_name)
 
     def __post_init__(self) -> None:
         k = arguments.count("num_microbatches", self.num_microbatches)
@@ -74,6 +80,7 @@ class StepOptions:
                 '"mean" or "sum"'
             )
         auxiliary.check_reduction(self.aux_reduction)
+        object.__setattr__(self, "axis_name", self.axes or None)
 
 
 def micro_step(
@@ -112,27 +119,37 @@ def micro_step(
             f"tx holds {len(found)} accumulators, and a training step has one window; "
             "put one accumulate() around the whole optimizer"
         )
-    if key is not None and found:
-        key = jax.random.fold_in(key, found[0].mini_step)
     if emit is not None and not found:
         raise ValueError(
             f"emit={emit} is for an accumulator, and tx holds none; wrap the optimizer "
             "in accumulate(opt, k)"
         )
     options = _resolved(options, tx)
+    reduces_itself = bool(found) and has_device_axis(found[0])
+    if bool(options.axes) != reduces_itself and found:
+        raise ValueError(
+            f"axis_name={options.axis_name!r} but the accumulator in tx was given "
+            f"{'one' if reduces_itself else 'none'}; pass the same to both: "
+            "accumulate(..., axis_name=...) reduces once a window"
+        )
+    if key is not None and found:
+        key = jax.random.fold_in(key, _number_in_window(found[0], options.axes))
     if _in_parts(options, batch, found):
         if found:
             _warn_of_both(tx, options, batch)
         made = _in_one_call(
             loss_fn, params, carried, batch, key, options, accumulates=bool(found)
         )
-        return _applied(tx, params, state, made, emit)
+        return _applied(tx, params, state, made, emit, options.axes)
 
     weight = None if options.weight_fn is None else options.weight_fn(batch)
     check_weight(weight)
+    local = state
+    # Differentiated while it varies, a parameter has a gradient of this device.
+    given, params = params, reduction.vary(params, options.axes)
     if isinstance(tx, AccumulateTransformation):
         # Gradients will be like the parameters.
-        state = tx.options.checked(params, state, weight, emit)
+        local = tx.options.checked(params, state, weight, emit)
     weight = None if weight is None else jnp.asarray(weight)
 
     def loss(params: PyTree) -> tuple[jax.Array, PyTree]:
@@ -141,21 +158,32 @@ def micro_step(
         losses.check_loss(value)
         return value, rest
 
-    if not _in_place(tx, loss, params, state, weight):
+    if options.axes:
+        reduction.check_batch(batch, params, options.axes)
+        reduction.check_not_reduced(
+            "the loss",
+            jax.eval_shape(loss, params)[0],
+            options.axes,
+            "return the loss of the device's own examples",
+        )
+    if not _in_place(tx, loss, params, local, weight, options.axes):
         (value, (new, aux)), grads = jax.value_and_grad(
             loss, has_aux=True, allow_int=True
         )(params)
-        norm = global_norm(grads)
+        norm = precision.global_norm(grads)
         new = _carried_on(weight, new, carried)
         made = _Gradients(grads, norm, value, weight, new, aux)
-        return _applied(tx, params, state, made, emit)
+        return _applied(tx, given, state, made, emit, options.axes)
 
-    value, rest, added, runs = _added_in_place(tx, loss, params, state, weight, emit)
-    params, value, (new, aux) = _after_reading(params, value, rest)
+    value, rest, added, runs = _added_in_place(tx, loss, params, local, weight, emit)
+    params, value, (new, aux) = _after_reading(given, value, rest)
     carried = _carried_on(weight, new, carried)
     # The gradient's dtypes are the sums'.
-    params, state = close(tx, params, added, added.acc_grads, runs, value=value)
-    return params, state, carried, step_metrics(state, value, None, weight, aux, runs)
+    like = added.acc_grads
+    added = tx.options.stored(added)
+    params, state = close(tx, params, added, like, runs, weight=weight, value=value)
+    metrics = step_metrics(state, value, None, weight, aux, runs, options.axes)
+    return params, state, carried, metrics
 
 
 def stateless(loss_fn: LossFn, has_aux: bool) -> LossFn:
@@ -204,6 +232,13 @@ def _resolved(options: StepOptions, tx: optax.GradientTransformation) -> StepOpt
                 f"{of_tx!r}); pass the same to both"
             )
         asked = of_tx
+        if tx.options.axes:
+            if options.axes not in ((), tx.options.axes):
+                raise ValueError(
+                    f"axis_name={options.axis_name!r} but tx = accumulate(..., "
+                    f"axis_name={tx.options.axes!r}); pass the same to both"
+                )
+            options = dataclasses.replace(options, axis_name=tx.options.axes)
     return dataclasses.replace(options, loss_reduction=asked or "mean")
 
 
@@ -222,7 +257,8 @@ def _in_parts(
         )
     divides = options.loss_reduction == "sum" and weights is not None and not found
     several = options.num_microbatches > 1 or options.microbatch_size is not None
-    return several or named or divides
+    # With no accumulator there, the loop reduces over devices, be it of one turn.
+    return several or named or divides or (bool(options.axes) and not found)
 
 
 class _Gradients(NamedTuple):
@@ -262,6 +298,8 @@ def _in_one_call(
 
     # Sums are divided by the accumulator, when its window closes.
     left_to_tx = accumulates and options.loss_reduction == "sum"
+    if accumulates:  # which reduces
+        trained = reduction.vary(trained, options.axes)
     settings = microbatching.Options(
         has_aux=True,
         num_microbatches=(
@@ -276,6 +314,7 @@ def _in_one_call(
         aux_reduction=("sum", options.aux_reduction),
         state_argnums=2,
         key_argnums=() if key is None else 3,
+        axis_name=None if accumulates else options.axis_name,
         unroll=options.unroll,
     )
     args = (trained, batch, carried) if key is None else (trained, batch, carried, key)
@@ -283,7 +322,7 @@ def _in_one_call(
     found = call.accumulated()
     # Taken of the sums: of the mean, read twice then, XLA would make an array.
     total, total_weight = found.held.grads
-    norm = global_norm(total)
+    norm = precision.global_norm(total)
     if found.divides:
         norm = norm / jnp.where(total_weight == 0, 1, total_weight)
     (value, (carried, (weight, aux))), grads = call.result(found)
@@ -304,6 +343,7 @@ def _applied(
     state: PyTree,
     made: _Gradients,
     emit: bool | None,
+    axes: reduction.Axes,
 ) -> tuple[PyTree, PyTree, PyTree, StepMetrics]:
     """The end of a micro-step that has made its gradients."""
     params, value, (carried, aux) = _after_reading(
@@ -335,13 +375,20 @@ def _applied(
         made = made._replace(norm=jnp.where(any_term, made.norm, 0))
     runs: Any = emit is not False
     for held in accumulators(state):
-        runs = runs & held.emitted & (held.acc_weight > 0)
+        if not has_device_axis(held):
+            runs = runs & held.emitted & (held.acc_weight > 0)
     return (
         params,
         state,
         carried,
-        step_metrics(state, value, made.norm, weight, aux, runs),
+        step_metrics(state, value, made.norm, weight, aux, runs, axes),
     )
+
+
+def _number_in_window(held: AccumulateState, axes: reduction.Axes) -> jax.Array | int:
+    """The micro-batch's number among all of its window, those of other devices too."""
+    index = reduction.device_index(axes)
+    return held.mini_step * reduction.num_devices(axes) + index
 
 
 def _carried_on(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
@@ -350,7 +397,7 @@ def _carried_on(weight: jax.Array | None, new: PyTree, old: PyTree) -> PyTree:
     if weight is None:
         return new
     new, old = (jax.tree.map(jnp.asarray, tree) for tree in (new, old))
-    return jax.lax.cond(weight != 0, lambda: new, lambda: old)
+    return reduction.cond(weight != 0, lambda: new, lambda: old)
 
 
 def _weights(weight_fn: WeightFn | None, batch: PyTree) -> PyTree:
@@ -369,7 +416,14 @@ def _after_reading(params: PyTree, *others: PyTree) -> tuple[PyTree, ...]:
     Whatever reads the parameters has then done so before they are updated in place:
     else XLA keeps a copy of those that only the loss or aux read (a weight penalty).
     """
-    return jax.lax.optimization_barrier((params, *others))
+    after: tuple[PyTree, ...] = jax.lax.optimization_barrier((params, *others))
+    # In jax 0.10 everything in it varies over the same axes; parameters must not.
+    before = jax.tree.map(reduction.varying_axes, params)
+    return (
+        after
+        if jax.tree.map(reduction.varying_axes, after[0]) == before
+        else (params, *others)
+    )
 
 
 def _warn_of_both(
@@ -399,6 +453,7 @@ def _in_place(
     params: PyTree,
     state: PyTree,
     weight: jax.Array | None,
+    axes: reduction.Axes,
 ) -> TypeGuard[AccumulateTransformation]:
     """Whether the backward pass may add into the accumulator itself."""
     if not isinstance(tx, AccumulateTransformation) or unused(state.acc_grads):
@@ -407,7 +462,11 @@ def _in_place(
     # What a micro-batch may be dropped for must be known before it is added.
     if options.skip_nonfinite == "micro_batch" or options.should_skip_update_fn:
         return False
+    if options.shard_accumulators:
+        return False
     weighted = weight is not None and options.weighted
+    if weight is not None and reduction.communicate(loss, params, axes):
+        return False
     if not references.serve(loss, params, state.acc_grads, weighted):
         return False
     # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
@@ -442,7 +501,9 @@ def _added_in_place(
         value, aux, total = both_passes(total)
     else:
         # 0 times nan is nan: a micro-batch of weight 0 gets no backward pass.
-        value, aux, total = jax.lax.cond(weight != 0, both_passes, forward_pass, total)
+        value, aux, total = reduction.cond(
+            weight != 0, both_passes, forward_pass, total
+        )
     held = Window(total, windows.weighed(state.acc_weight, weight, first=first))
     added, closes, _ = options.settle(state, held, weight, emit, {"value": value})
     return value, aux, added, options.runs(closes, added.acc_weight, weight)

@@ -6,11 +6,15 @@ every k-th call moves the parameters; with a plain optimizer every call does.
 """
 
 from collections.abc import Callable
+import math
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 import optax
 
+from gradacc_jax import reduction, splitting
+from gradacc_jax.accumulation.placement import device_specs
 from gradacc_jax.monitoring import StepMetrics
 from gradacc_jax.stepping import (
     LossFn,
@@ -37,6 +41,8 @@ def train_step(
     loss_reduction: str | None = None,
     aux_reduction: PyTree = "mean",
     unroll: int = 1,
+    mesh: jax.sharding.Mesh | None = None,
+    axis_name: Any = None,
     donate: bool = True,
 ) -> Callable[..., tuple[PyTree, PyTree, StepMetrics]]:
     """Compiles a loss and an optimizer into one training step.
@@ -87,6 +93,15 @@ def train_step(
       aux_reduction: what becomes of the aux of a call's micro-batches, as for
         :func:`gradacc_jax.value_and_grad`.
       unroll: how many micro-batches a turn of the loop handles.
+      mesh: a mesh whose devices share the work: the step then runs under
+        ``jax.shard_map`` over ``axis_name``. Give it the whole batch: every device
+        takes its part, so that the global batch is micro-batch x k x devices. Other
+        axes of the mesh are left to XLA, by the shardings of the parameters.
+      axis_name: the mesh axis (or a tuple of them) over which examples are spread;
+        without a ``mesh`` the caller is inside ``jax.shard_map`` already. There is one
+        all-reduce of gradients in a window: give it to ``accumulate`` too, which then
+        reduces when the window closes, and make its state by
+        :func:`gradacc_jax.init_on_mesh`.
       donate: whether parameters and state are updated in place. The arguments are then
         gone after the call: copy what is to be kept, ``jax.tree.map(jnp.copy, p)``.
 
@@ -135,7 +150,16 @@ def train_step(
         loss_reduction=loss_reduction,
         aux_reduction=aux_reduction,
         unroll=unroll,
+        axis_name=axis_name,
     )
+    axes = options.axes
+    if mesh is not None:
+        if not axes:
+            raise ValueError(
+                f"mesh={dict(mesh.shape)} and axis_name=None; name the axis over which "
+                "examples are spread"
+            )
+        reduction.check_mesh(mesh, axes)
     rematerialised = with_policy(loss_fn, policy)
 
     def step(
@@ -146,19 +170,85 @@ def train_step(
         *,
         emit: bool | None = None,
     ) -> tuple[PyTree, PyTree, StepMetrics]:
-        params, state, _, metrics = micro_step(
-            stateless(rematerialised, has_aux),
-            tx,
-            params,
-            state,
-            (),
-            batch,
-            key,
-            options=options,
-            emit=emit,
-        )
-        return params, state, metrics
+        def one(
+            params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None
+        ) -> tuple[PyTree, PyTree, StepMetrics]:
+            params, state, _, metrics = micro_step(
+                stateless(rematerialised, has_aux),
+                tx,
+                params,
+                state,
+                (),
+                batch,
+                key,
+                options=options,
+                emit=emit,
+            )
+            return params, state, metrics
+
+        if mesh is None:
+            return one(params, state, batch, key)
+        return _on_mesh(one, mesh, options, params, state, batch, key)
 
     return jax.jit(
         step, static_argnames=("emit",), donate_argnums=(0, 1) if donate else ()
     )
+
+
+def _on_mesh(
+    one: Callable[..., tuple[PyTree, PyTree, StepMetrics]],
+    mesh: jax.sharding.Mesh,
+    options: StepOptions,
+    params: PyTree,
+    state: PyTree,
+    batch: PyTree,
+    key: jax.Array | None,
+) -> tuple[PyTree, PyTree, StepMetrics]:
+    """One step on the devices of a mesh, each with its part of the batch."""
+    axes = options.axes
+    whole = PartitionSpec()
+    of_state = device_specs(state, axes)
+    of_examples = splitting.batch_axes(batch, options.batch_axis)
+    size = splitting.num_examples(batch, of_examples)
+    devices = math.prod(mesh.shape[name] for name in axes)
+    if size % devices:
+        raise ValueError(
+            f"batch_size={size} does not divide over the {devices} devices of "
+            f"axis_name={options.axis_name!r}; choose a multiple of {devices}, or pad "
+            "it with examples of weight 0"
+        )
+
+    def part(axis: int) -> PartitionSpec:
+        return whole if axis < 0 else PartitionSpec(*[None] * axis, axes)
+
+    across_calls = of_state != jax.tree.map(lambda _: whole, of_state)
+
+    def aux_spec(how: str) -> PartitionSpec:
+        if across_calls or how == "concat":
+            return PartitionSpec(axes)
+        if how in ("mean", "sum"):
+            return whole
+        raise ValueError(
+            f'aux_reduction={how!r} differs from device to device; choose "mean", '
+            '"sum" or "concat", or call the step inside a jax.shard_map of your own'
+        )
+
+    def on_device(
+        params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None
+    ) -> tuple[PyTree, PyTree, StepMetrics]:
+        params, state, metrics = one(params, state, batch, key)
+        if across_calls:  # and not reduced: each device shows its own
+            aux = jax.tree.map(lambda x: reduction.vary(x[None], axes), metrics.aux)
+            metrics = metrics._replace(aux=aux)
+        return params, state, metrics
+
+    of_aux = jax.tree.map(aux_spec, options.aux_reduction)
+    fields: dict[str, Any] = dict.fromkeys(StepMetrics._fields, whole)
+    of_metrics = StepMetrics(**fields | {"aux": of_aux})
+    return jax.shard_map(
+        on_device,
+        mesh=mesh,
+        in_specs=(whole, of_state, jax.tree.map(part, of_examples), whole),
+        out_specs=(whole, of_state, of_metrics),
+        axis_names=set(axes),
+    )(params, state, batch, key)

@@ -3,10 +3,17 @@
 The rooms, from the bottom: ``checks`` (what is refused), ``state`` (the accumulator's
 state and what can be asked of it), ``silence`` (updates that change nothing),
 ``micro_step`` (what an update does), ``transformation`` (``accumulate``),
-``application`` (``apply_gradients``: a micro-step at the least cost).
+``application`` (``apply_gradients``: a micro-step at the least cost), ``placement``
+(where a state's arrays are, on many devices).
 """
 
 from gradacc_jax.accumulation.application import apply_gradients
+from gradacc_jax.accumulation.placement import (
+    for_num_devices,
+    init_on_mesh,
+    state_shardings,
+    state_specs,
+)
 from gradacc_jax.accumulation.state import (
     AccumulateState,
     SkipCounts,
@@ -28,8 +35,12 @@ __all__ = [
     "accumulate",
     "accumulation_metrics",
     "apply_gradients",
+    "for_num_devices",
     "from_multi_steps_state",
     "has_updated",
+    "init_on_mesh",
     "process",
     "raise_if_skipping",
+    "state_shardings",
+    "state_specs",
 ]

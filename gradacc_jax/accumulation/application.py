@@ -17,7 +17,12 @@ import jax.extend as jex
 import optax
 
 from gradacc_jax.accumulation.micro_step import Part
-from gradacc_jax.accumulation.state import accumulators, replaced, unused
+from gradacc_jax.accumulation.state import (
+    accumulators,
+    has_device_axis,
+    replaced,
+    unused,
+)
 
 PyTree = Any
 
@@ -99,7 +104,9 @@ def apply_gradients(
             )
         return _apply_updates(params, updates), state
     (held,) = accumulators(added)
-    runs = held.emitted & (held.acc_weight > 0)
+    runs = held.emitted
+    if not has_device_axis(held):  # else it is known after the reduction
+        runs = runs & (held.acc_weight > 0)
     return close(tx, params, added, grads, runs, **extra_args)
 
 

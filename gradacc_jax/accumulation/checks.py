@@ -4,13 +4,14 @@ Everything here happens at construction or while tracing: nothing of it is in th
 compiled program.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradacc_jax import precision
+from gradacc_jax import precision, reduction
 
 PyTree = Any
 
@@ -72,6 +73,35 @@ def check_skip(skip: Any) -> None:
         )
 
 
+def check_device_axis(state: Any, axes: reduction.Axes) -> None:
+    reduction.num_devices(axes)  # or an error
+    shape = jnp.shape(state.acc_weight)
+    if shape != (1,):
+        raise ValueError(
+            f"state.acc_weight has shape {shape}, and with axis_name={axes} a device "
+            "holds one entry of it, of shape (1,); make the state by tx.init inside "
+            "jax.shard_map, and pass it with the specs that state_specs(tx, params) "
+            "gives"
+        )
+
+
+def check_on_devices(grads: PyTree, emit: Any, axes: reduction.Axes) -> None:
+    for path, g in jax.tree_util.tree_leaves_with_path(grads):
+        if precision.has_gradient(g):
+            reduction.check_not_reduced(
+                f"grads{jax.tree_util.keystr(path)}",
+                g,
+                axes,
+                "differentiate with respect to jax.lax.pcast(params, axis_name, "
+                'to="varying"), as train_step does, or leave axis_name out',
+            )
+    if emit is not None and (here := reduction.varying_axes(emit) & set(axes)):
+        raise ValueError(
+            f"emit differs from device to device of {sorted(here)}, and they would "
+            "wait for each other for ever; pass the same on all of them"
+        )
+
+
 def check_inner_state(before: PyTree, after: PyTree) -> None:
     old: Any = jax.tree.structure(before)
     new = jax.tree.structure(after)
@@ -94,8 +124,13 @@ def scalar_argument(name: str, value: Any) -> jax.Array:
     return jnp.asarray(value)
 
 
-def check_gradients(grads: PyTree, sums: PyTree, accumulator_dtype: Any) -> None:
-    """Raises unless the gradients fit the sums in structure, shape and dtype."""
+def check_gradients(
+    grads: PyTree, sums: PyTree, accumulator_dtype: Any, parts: int = 0
+) -> None:
+    """Raises unless the gradients fit the sums in structure, shape and dtype.
+
+    With ``parts``, a sum is that part of the numbers that one device has, flat.
+    """
     expected = dict(
         jax.tree_util.tree_leaves_with_path(sums, is_leaf=precision.is_masked)
     )
@@ -123,7 +158,10 @@ def check_gradients(grads: PyTree, sums: PyTree, accumulator_dtype: Any) -> None
                     "differentiable; pass integer zeros or float0 there"
                 )
             continue
-        if precision.is_masked(g) or jnp.shape(g) != total.shape:
+        held = jnp.shape(g)
+        if parts and not precision.is_masked(g):
+            held = (-(-math.prod(held) // parts),)
+        if precision.is_masked(g) or held != total.shape:
             shape = "none (masked)" if precision.is_masked(g) else jnp.shape(g)
             raise ValueError(
                 f"{name} has shape {shape}, but its parameter has shape "
@@ -135,12 +173,12 @@ def check_gradients(grads: PyTree, sums: PyTree, accumulator_dtype: Any) -> None
                 f"{name} has dtype {dtype}, but its parameter is differentiable; pass "
                 "its gradient"
             )
-        held = total.dtype
+        wide = total.dtype
         if accumulator_dtype is not None:
-            held = precision.promote_types(accumulator_dtype, held)
-        if precision.promote_types(held, dtype) != held:
+            wide = precision.promote_types(accumulator_dtype, wide)
+        if precision.promote_types(wide, dtype) != wide:
             raise ValueError(
-                f"{name} has dtype {dtype}, which a sum of dtype {held} would narrow; "
+                f"{name} has dtype {dtype}, which a sum of dtype {wide} would narrow; "
                 "give the gradients the parameters' dtype, or accumulate() a wider "
                 "accumulator_dtype"
             )

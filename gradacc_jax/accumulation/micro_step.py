@@ -7,10 +7,18 @@ silent micro-step costs is decided by where things stand in the compiled program
 - the addition stands *outside* the conditional, so that XLA adds in place;
 - the inner state passes *through* the conditional untouched, so that it is not copied;
 - the sum is never reset: the next window's first addition overwrites it.
+
+With ``axis_name`` all of this happens on every device with its own sums, and the one
+reduction over devices (``reduction.py``) stands where the inner optimizer runs. The
+sums, which differ from device to device, have a leading axis of devices in the state:
+of length 1 inside ``jax.shard_map``, of length D outside. Everything else in the state
+is the same everywhere; no counter depends on data, or devices would wait for each
+other for ever.
 """
 
 from collections.abc import Callable
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -18,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradacc_jax import precision
+from gradacc_jax import precision, reduction
 from gradacc_jax import window as windows
 from gradacc_jax.accumulation import checks, silence
 from gradacc_jax.accumulation.state import (
@@ -59,24 +67,30 @@ class Accumulation:
     skip_nonfinite: str | None
     average_extra_args: tuple[str, ...]
     inner_dtype: np.dtype | None
+    axes: reduction.Axes
+    shard_accumulators: bool
 
     @property
     def is_single(self) -> bool:
-        """Whether every window is one micro-batch, which needs no accumulator."""
+        """Whether every window is one micro-step, which needs no accumulator."""
         return isinstance(self.k, int) and self.k == 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether every window is one micro-batch, whose mean is itself, to the bit."""
+        return self.is_single and not self.axes
 
     @property
     def is_plain_mean(self) -> bool:
         return self.use_grad_mean and not self.terms_are_sums
 
-    # The mean of a single gradient is that gradient, to the bit.
     @property
     def weighted(self) -> bool:
-        return not self.terms_are_sums and not (self.is_single and self.is_plain_mean)
+        return not self.terms_are_sums and not (self.is_alone and self.is_plain_mean)
 
     @property
     def divides(self) -> bool:
-        return self.use_grad_mean and not (self.is_single and self.is_plain_mean)
+        return self.use_grad_mean and not (self.is_alone and self.is_plain_mean)
 
     @property
     def always_runs(self) -> bool:
@@ -85,13 +99,19 @@ class Accumulation:
 
     def init(self, params: PyTree) -> AccumulateState:
         empty = windows.empty(params, self.accumulator_dtype)
+        if self.shard_accumulators:
+            parts = reduction.num_devices(self.axes)
+            total = jax.tree.map(
+                lambda x: jnp.zeros(-(-x.size // parts), x.dtype), empty.total
+            )
+            empty = empty._replace(total=total)
         skip_state: Any = ()
         if self.should_skip_update_fn is not None:
             no_updates = optax.tree.zeros_like(params)
             _, skip_state = self.should_skip_update_fn(no_updates, zero_count(), params)
             skip_state = precision.owned(skip_state, params)
         scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
-        return AccumulateState(
+        state = AccumulateState(
             mini_step=zero_count(),
             gradient_step=zero_count(),
             inner_state=precision.owned(self.inner.init(params), params),
@@ -103,7 +123,23 @@ class Accumulation:
             emitted=jnp.zeros((), bool),
             skip_state=skip_state,
             skips=() if self.always_runs else SkipCounts(zero_count(), zero_count()),
+            grad_norm=jnp.zeros((), jnp.float32) if self.axes else (),
         )
+        return self.stored(state)
+
+    def local(self, state: AccumulateState) -> AccumulateState:
+        """The state without the axis of devices."""
+        if not self.axes:
+            return state
+        checks.check_device_axis(state, self.axes)
+        return _at_sums(state, lambda x: x[0])
+
+    def stored(self, state: AccumulateState) -> AccumulateState:
+        """The state as it is handed out, with an axis of devices if there are some."""
+        if not self.axes:
+            return state
+        reduction.num_devices(self.axes)  # or an error
+        return _at_sums(state, lambda x: reduction.vary(x[None], self.axes))
 
     def update(
         self,
@@ -127,46 +163,87 @@ class Accumulation:
             if part == "all":
                 runs = self.runs(closes, state.acc_weight, weight)
         else:
+            state = self.local(state)
             total = state.acc_grads
 
-        def run(inner_state: Any) -> tuple[PyTree, Any]:
+        def step(
+            held: Window, extras: dict[str, Window], kept: tuple[Any, Any]
+        ) -> tuple[PyTree, tuple[Any, Any]]:
             gradient = windows.close(
-                Window(total, state.acc_weight),
-                grads,
-                dtype=self.inner_dtype,
-                mean=self.divides,
+                held, grads, dtype=self.inner_dtype, mean=self.divides
             )
+            inner_state, norm = kept
+            if self.axes:
+                norm = precision.global_norm(gradient).astype(norm.dtype)
             updates, new_inner_state = self.inner.update(
-                gradient, inner_state, params, **self._averaged(state, extra_args)
+                gradient, inner_state, params, **_averaged(extras, extra_args)
             )
             checks.check_inner_state(inner_state, new_inner_state)
             updates = jax.tree.map(
                 silence.still, grads, updates, is_leaf=precision.is_masked
             )
-            return updates, precision.cast_like(new_inner_state, inner_state)
+            new_inner_state = precision.cast_like(new_inner_state, inner_state)
+            return updates, (new_inner_state, norm)
 
-        def rest(inner_state: Any) -> tuple[PyTree, Any]:
-            updates, _ = jax.eval_shape(run, inner_state)
+        def run(kept: tuple[Any, Any]) -> tuple[PyTree, tuple[Any, Any]]:
+            held = Window(total, state.acc_weight)
+            if not self.axes:
+                return step(held, state.acc_extra_args, kept)
+            held, extras = self._all_reduced(held, state.acc_extra_args, grads)
+            go = functools.partial(step, held, extras)
+            if self.never_empty(weight):
+                return go(kept)
+            return jax.lax.cond(held.weight > 0, go, rest, kept)
+
+        def rest(kept: tuple[Any, Any]) -> tuple[PyTree, tuple[Any, Any]]:
+            held, extras = Window(total, state.acc_weight), state.acc_extra_args
+            if self.axes:
+                held, extras = jax.eval_shape(self._all_reduced, held, extras, grads)
+            updates, _ = jax.eval_shape(step, held, extras, kept)
             # Without a conditional an addition follows, which XLA drops where it sees
             # the zeros.
             count = None if isinstance(runs, bool) else state.mini_step
-            return silence.zero_updates(updates, count), inner_state
+            inner_state, norm = kept
+            norm = jnp.zeros_like(norm) if self.axes else norm
+            return silence.zero_updates(updates, count), (inner_state, norm)
 
+        kept = state.inner_state, state.grad_norm
         if isinstance(runs, bool):
-            updates, inner_state = (run if runs else rest)(state.inner_state)
+            updates, kept = (run if runs else rest)(kept)
         else:
-            updates, inner_state = jax.lax.cond(runs, run, rest, state.inner_state)
-        state = state._replace(inner_state=inner_state)
+            updates, kept = jax.lax.cond(runs, run, rest, kept)
+        state = self.stored(state._replace(inner_state=kept[0], grad_norm=kept[1]))
         return updates, state if part == "add" else _turn(state)
+
+    def _all_reduced(
+        self, held: Window, extras: dict[str, Window], grads: PyTree
+    ) -> tuple[Window, dict[str, Window]]:
+        """The sums of all devices: the one reduction of a window."""
+        if not self.shard_accumulators:
+            return reduction.all_reduce((held, extras), self.axes)
+        # The sums are of all devices already; each has a part of them.
+        like = jax.tree.map(
+            lambda total, g: total if precision.is_masked(total) else g,
+            held.total,
+            grads,
+            is_leaf=precision.is_masked,
+        )
+        weight, extras = reduction.all_reduce((held.weight, extras), self.axes)
+        return Window(reduction.all_gather(held.total, like, self.axes), weight), extras
 
     def runs(self, closes: Any, acc_weight: jax.Array, weight: Any) -> Any:
         """Whether the inner optimizer runs: a bool where that is static.
 
-        A window without weights that skips nothing is never empty.
+        On many devices that is known after the reduction only; the answer is then
+        whether there is to be one.
         """
-        if closes is False or (self.always_runs and weight is None):
+        if closes is False or self.axes or self.never_empty(weight):
             return closes
         return closes & (acc_weight > 0)
+
+    def never_empty(self, weight: Any) -> bool:
+        """Whether a window that is closed has a loss term for sure."""
+        return self.always_runs and weight is None
 
     def _add(
         self,
@@ -197,7 +274,7 @@ class Accumulation:
             dropped = jnp.asarray(dropped)
             counts = ~dropped
         elif self.skip_nonfinite == "micro_batch":
-            dropped = ~precision.all_finite(grads)
+            dropped = self._anywhere(~precision.all_finite(grads))
         scalar = None if weight is None else jnp.asarray(weight)
         if dropped is not None:
             kept = jnp.ones((), jnp.int32) if scalar is None else scalar
@@ -209,9 +286,36 @@ class Accumulation:
             if self.is_single
             else Window(state.acc_grads, state.acc_weight)
         )
-        held = windows.add(held, grads, scalar, first=first, weighted=self.weighted)
+        held = self._with(held, grads, scalar, first)
         state = state._replace(skip_state=skip_state, skips=skips)
         return self.settle(state, held, scalar, emit, extra_args, counts)
+
+    def _with(
+        self, held: Window, grads: PyTree, weight: jax.Array | None, first: Any
+    ) -> Window:
+        """The window with a micro-batch's gradients in it."""
+        if not self.shard_accumulators:
+            return windows.add(held, grads, weight, first=first, weighted=self.weighted)
+        alone = windows.add(
+            windows.empty(grads, self.accumulator_dtype),
+            grads,
+            weight,
+            first=True,
+            weighted=self.weighted,
+        )
+        parts = reduction.reduce_scatter(alone.total, self.axes)
+        if self.is_single:
+            return Window(parts, alone.weight)
+        return Window(
+            windows.add(held, parts, None, first=first).total,
+            windows.weighed(held.weight, weight, first=first),
+        )
+
+    def _anywhere(self, holds: jax.Array) -> jax.Array:
+        """Whether something holds on any device: one decision for all of them."""
+        if not self.axes:
+            return holds
+        return reduction.all_reduce(holds.astype(jnp.int32), self.axes) > 0
 
     def settle(
         self,
@@ -237,7 +341,7 @@ class Accumulation:
         """
         first: Any = True if self.is_single else state.mini_step == 0
         # The mean of one value is that value, to the bit.
-        share = None if self.is_single and not self.terms_are_sums else weight
+        share = None if self.is_alone and not self.terms_are_sums else weight
         extras = {
             name: windows.add(
                 sums,
@@ -255,7 +359,9 @@ class Accumulation:
         closes = self._closes(mini_step, state.gradient_step, counts, emit)
         if self.skip_nonfinite == "window":
             # Looked at where the window closes only: a silent micro-step reads nothing.
-            finite = _if(closes, lambda: precision.all_finite(held.total))
+            finite = _if(
+                closes, lambda: ~self._anywhere(~precision.all_finite(held.total))
+            )
             held = held._replace(weight=jnp.where(finite, held.weight, 0))
             state = state._replace(skips=_counted(state.skips, ~finite, closes))
         added = state._replace(
@@ -283,26 +389,16 @@ class Accumulation:
             full = (mini_step >= jnp.asarray(k, mini_step.dtype)) & counts
         return full if emit is None else full | jnp.asarray(emit)
 
-    def _averaged(
-        self, state: AccumulateState, extra_args: dict[str, Any]
-    ) -> dict[str, Any]:
-        """The extra arguments that the inner optimizer gets."""
-        means = {}
-        for name, sums in state.acc_extra_args.items():
-            if name in extra_args:
-                mean = windows.average(sums)
-                if precision.has_gradient(extra_args[name]):
-                    mean = mean.astype(precision.dtype_of(extra_args[name]))
-                means[name] = mean
-        return {**extra_args, **means}
-
     def checked(
         self, grads: PyTree, state: Any, weight: Any, emit: Any
     ) -> AccumulateState:
         """The state in the dtypes of these options, if all fits: see :meth:`_check`.
 
-        A sum that was saved in a narrower dtype is widened.
+        It comes without the axis of devices (:meth:`local`). A sum that was saved in a
+        narrower dtype is widened.
         """
+        check_state(state)
+        state = self.local(state)
         self._check(grads, state, weight, emit)
         if self.is_single or self.accumulator_dtype is None:
             return state
@@ -317,7 +413,8 @@ class Accumulation:
     def _check(
         self, grads: PyTree, state: AccumulateState, weight: Any, emit: Any
     ) -> None:
-        check_state(state)
+        if self.axes:
+            checks.check_on_devices(grads, emit, self.axes)
         if self.is_single:
             if emit is False:
                 raise ValueError(
@@ -335,7 +432,10 @@ class Accumulation:
                 "tx.init(params) of this transformation"
             )
         else:
-            checks.check_gradients(grads, state.acc_grads, self.accumulator_dtype)
+            parts = reduction.num_devices(self.axes) if self.shard_accumulators else 0
+            checks.check_gradients(
+                grads, state.acc_grads, self.accumulator_dtype, parts
+            )
         if set(state.acc_extra_args) != set(self.average_extra_args):
             raise ValueError(
                 f"average_extra_args={self.average_extra_args} but the state holds "
@@ -350,6 +450,29 @@ class Accumulation:
                     f"emit={emit!r} is not a bool scalar; pass None, a bool, or a "
                     "boolean array of shape ()"
                 )
+
+
+def _at_sums(
+    state: AccumulateState, change: Callable[[jax.Array], jax.Array]
+) -> AccumulateState:
+    """The state with its sums changed: what differs from device to device."""
+    sums = state.acc_grads, state.acc_weight, state.acc_extra_args
+    acc_grads, acc_weight, acc_extra_args = jax.tree.map(change, sums)
+    return state._replace(
+        acc_grads=acc_grads, acc_weight=acc_weight, acc_extra_args=acc_extra_args
+    )
+
+
+def _averaged(extras: dict[str, Window], extra_args: dict[str, Any]) -> dict[str, Any]:
+    """The extra arguments that the inner optimizer gets, averaged where asked for."""
+    means = {}
+    for name, sums in extras.items():
+        if name in extra_args:
+            mean = windows.average(sums)
+            if precision.has_gradient(extra_args[name]):
+                mean = mean.astype(precision.dtype_of(extra_args[name]))
+            means[name] = mean
+    return {**extra_args, **means}
 
 
 def _turn(state: AccumulateState) -> AccumulateState:

@@ -40,6 +40,11 @@ class AccumulateState(NamedTuple):
       emitted: whether the last call closed a window, bool.
       skip_state: what ``should_skip_update_fn`` returned last, else ``()``.
       skips: a :class:`SkipCounts` where something can be skipped, else ``()``.
+      grad_norm: with ``axis_name``, the global norm of the gradient that the last call
+        gave to the inner optimizer, 0 if it gave none; else ``()``.
+
+    With ``axis_name`` the three sums (``acc_grads``, ``acc_weight``,
+    ``acc_extra_args``) differ from device to device and have a leading axis of devices.
     """
 
     mini_step: jax.Array
@@ -51,6 +56,7 @@ class AccumulateState(NamedTuple):
     emitted: jax.Array
     skip_state: Any
     skips: Any
+    grad_norm: Any = ()
 
 
 def has_updated(state: PyTree) -> jax.Array:
@@ -93,7 +99,7 @@ def accumulation_metrics(state: PyTree) -> dict[str, jax.Array]:
       >>> print(metrics["mini_step"], metrics["weight"], metrics["value"])
       1 6.0 2.5
     """
-    held = _only(state)
+    held = over_devices(_only(state))
     skips = SkipCounts(zero_count(), zero_count()) if unused(held.skips) else held.skips
     metrics = {
         "mini_step": held.mini_step,
@@ -194,6 +200,21 @@ def from_multi_steps_state(
         skips=()
         if unused(state.skip_state)
         else SkipCounts(zero_count(), zero_count()),
+    )
+
+
+def has_device_axis(held: AccumulateState) -> bool:
+    """Whether the sums have an axis of devices: ``accumulate(axis_name=...)``."""
+    return not unused(held.grad_norm)
+
+
+def over_devices(held: AccumulateState) -> AccumulateState:
+    """The sums of weights and extra arguments over the devices that are here."""
+    if not has_device_axis(held):
+        return held
+    return held._replace(
+        acc_weight=jnp.sum(held.acc_weight),
+        acc_extra_args=jax.tree.map(jnp.sum, held.acc_extra_args),
     )
 
 

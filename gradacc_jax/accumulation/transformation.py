@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradacc_jax import precision
+from gradacc_jax import precision, reduction
 from gradacc_jax.accumulation import checks
 from gradacc_jax.accumulation.micro_step import Accumulation
 from gradacc_jax.accumulation.state import has_updated
@@ -42,6 +42,8 @@ def accumulate(
     skip_nonfinite: str | None = None,
     average_extra_args: tuple[str, ...] = ("value",),
     inner_dtype: Any = None,
+    axis_name: Any = None,
+    shard_accumulators: bool = False,
 ) -> AccumulateTransformation:
     r"""Runs ``opt`` once per window of k micro-steps, on the window's mean gradient.
 
@@ -87,6 +89,19 @@ def accumulate(
         means over the window, such as the loss ``value`` of ``reduce_on_plateau``.
       inner_dtype: least dtype of the gradient that ``opt`` sees; by default it sees the
         gradient's own dtype. Its state keeps the dtypes of ``opt.init``.
+      axis_name: inside ``jax.shard_map``, the mesh axis (or a tuple of them) over which
+        examples are spread. Each device keeps the sums of its own gradients, which must
+        not be reduced (differentiate with respect to parameters that are cast to
+        varying, as :func:`gradacc_jax.train_step` does), and its own weights; one
+        all-reduce at the end of a window makes one gradient of them. ``init`` and
+        ``update`` then run inside ``jax.shard_map``, with the specs of
+        :func:`gradacc_jax.state_specs`: the sums have a leading axis of devices.
+        ``skip_nonfinite="micro_batch"`` adds an all-reduce of one number to every
+        micro-step, since all devices leave out the micro-batch or none.
+      shard_accumulators: with ``axis_name``, reduce each micro-batch's gradients at
+        once, into shards: of the sums a device holds 1 / D, instead of all, and for a
+        window of k micro-steps it moves about (k + 2) P (D - 1) / D bytes for P bytes
+        of gradients, instead of 2 P (D - 1) / D.
 
     Returns:
       An :class:`AccumulateTransformation`. Memory: one sum per differentiable parameter
@@ -140,6 +155,17 @@ def accumulate(
             "given; choose one: the first keeps windows at k micro-steps, the second "
             "lengthens them"
         )
+    axes = reduction.checked_axes(axis_name)
+    if axes and should_skip_update_fn is not None:
+        raise ValueError(
+            f"axis_name={axis_name!r} and should_skip_update_fn: it would decide by "
+            "one device's gradients how long the window is; choose skip_nonfinite"
+        )
+    if shard_accumulators and not axes:
+        raise ValueError(
+            "shard_accumulators=True needs axis_name, the mesh axis over which the "
+            "sums are spread; under plain jit, shard the state: state_shardings"
+        )
     if not isinstance(average_extra_args, (tuple, list)):
         raise ValueError(
             f"average_extra_args={average_extra_args!r} is not a tuple of names; pass "
@@ -158,6 +184,8 @@ def accumulate(
             skip_nonfinite=skip_nonfinite,
             average_extra_args=tuple(average_extra_args),
             inner_dtype=precision.check_dtype("inner_dtype", inner_dtype),
+            axes=axes,
+            shard_accumulators=bool(shard_accumulators),
         )
     )
 

@@ -1,0 +1,229 @@
+r"""Many devices: what stays on each of them, and the one reduction of a window.
+
+Inside ``jax.shard_map`` every device has examples of its own, and a window is a sum
+over devices too. Adding commutes with adding, so the sum over devices can wait until
+the window closes: one all-reduce of sums and weights a window, whatever k is. For that
+the parameters must be *varying* over the axis before they are differentiated. Of
+parameters that are the same everywhere JAX returns gradients that are the same
+everywhere: it reduces them in the backward pass of every micro-batch, and a second
+reduction would count each of them D times.
+
+JAX keeps in the type of every array over which mesh axes it varies, and this file reads
+it there. Where types do not tell (``check_vma=False``, ``jax.vmap`` with a name for its
+axis) nothing is refused on their account.
+"""
+
+from collections.abc import Callable
+import functools
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend import core
+import jax.numpy as jnp
+
+PyTree = Any
+Axes = tuple[str, ...]
+
+
+def checked_axes(axis_name: Any) -> Axes:
+    """``axis_name`` as a tuple of names: none for None."""
+    if axis_name is None:
+        return ()
+    names = axis_name if isinstance(axis_name, (tuple, list)) else (axis_name,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(
+            f"axis_name={axis_name!r} is not the name of a mesh axis; pass a string "
+            'such as "data", a tuple of them, or None'
+        )
+    if len(set(names)) < len(names):
+        raise ValueError(f"axis_name={axis_name!r} names an axis twice; name it once")
+    return tuple(names)
+
+
+def check_mesh(mesh: Any, axes: Axes) -> None:
+    """Raises unless the mesh has these axes."""
+    for name in axes:
+        if name not in mesh.shape:
+            raise ValueError(
+                f"axis_name={name!r} is no axis of the mesh {dict(mesh.shape)}; choose "
+                f"one of {tuple(mesh.shape)}"
+            )
+
+
+def num_devices(axes: Axes) -> int:
+    """Over how many devices the axes go; an error where they are not bound."""
+    try:
+        return math.prod(lax.axis_size(name) for name in axes)
+    except NameError:
+        bound = jax.sharding.get_abstract_mesh().manual_axes
+        here = f"bound here: {', '.join(bound)}" if bound else "none is bound here"
+        raise ValueError(
+            f"axis_name={_shown(axes)} is not bound ({here}); call this inside "
+            "jax.shard_map over a mesh with that axis"
+        ) from None
+
+
+def device_index(axes: Axes) -> jax.Array | int:
+    """This device's number among those that the axes go over."""
+    return lax.axis_index(axes) if axes else 0
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """The mesh axes over which an array differs from device to device, by its type."""
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return frozenset() if kind is None else frozenset(kind.varying)
+
+
+def tracked(axes: Axes) -> bool:
+    """Whether types tell over which of these axes an array varies."""
+    return all(name in varying_axes(lax.axis_index(name)) for name in axes)
+
+
+def vary(tree: PyTree, axes: Axes) -> PyTree:
+    """The same values, as arrays that may differ from device to device."""
+    if not (axes and tracked(axes)):
+        return tree
+    return jax.tree.map(functools.partial(_vary, axes=frozenset(axes)), tree)
+
+
+def vary_like(tree: PyTree, like: PyTree) -> PyTree:
+    """``tree``, varying over all axes that ``like`` varies over, leaf by leaf."""
+    if not _in_shard_map():
+        return tree
+    return jax.tree.map(lambda x, y: _vary(x, varying_axes(y)), tree, like)
+
+
+def cond(
+    holds: Any, true: Callable[..., Any], false: Callable[..., Any], *args: Any
+) -> Any:
+    """``lax.cond``, with branches whose results vary over different axes."""
+    if not _in_shard_map():
+        return lax.cond(holds, true, false, *args)
+    shapes = jax.eval_shape(true, *args), jax.eval_shape(false, *args)
+
+    def joint(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: vary_like(vary_like(branch(*args), shapes[0]), shapes[1])
+
+    return lax.cond(holds, joint(true), joint(false), *args)
+
+
+def settled(body: Callable[..., tuple[PyTree, Any]], init: PyTree, x: Any) -> PyTree:
+    """``init``, varying over the axes that a loop over ``body`` makes it vary over."""
+    while _in_shard_map():
+        after, _ = jax.eval_shape(body, init, x)
+        before, init = init, vary_like(init, after)
+        same = jax.tree.map(
+            lambda x, y: varying_axes(x) == varying_axes(y), before, init
+        )
+        if all(jax.tree.leaves(same)):
+            break
+    return init
+
+
+def all_reduce(tree: PyTree, axes: Axes) -> PyTree:
+    """The sums over all devices, which every device gets: one collective, in one call.
+
+    Cost: each device sends and receives about ``2 (D - 1) / D`` times the bytes.
+    """
+    return lax.psum(tree, axes) if axes and jax.tree.leaves(tree) else tree
+
+
+def reduce_scatter(tree: PyTree, axes: Axes) -> PyTree:
+    """The sums over all devices, of which every device gets an equal part.
+
+    Cost: each device sends and receives about ``(D - 1) / D`` times the bytes.
+
+    Returns:
+      For each leaf a vector of ``ceil(size / D)`` numbers.
+    """
+    parts = num_devices(axes)
+
+    def leaf(x: jax.Array) -> jax.Array:
+        flat = jnp.pad(jnp.ravel(x), (0, -x.size % parts))
+        return lax.psum_scatter(flat, axes, tiled=True)
+
+    return jax.tree.map(leaf, tree)
+
+
+def all_gather(parts: PyTree, like: PyTree, axes: Axes) -> PyTree:
+    """What :func:`reduce_scatter` spread, whole again, in the shapes of ``like``.
+
+    It is a sum of parts that stand at their places among zeros: that way JAX knows that
+    every device gets the same.
+    """
+    index, number = device_index(axes), num_devices(axes)
+
+    def leaf(part: jax.Array, whole: Any) -> jax.Array:
+        flat = jnp.zeros(part.size * number, part.dtype)
+        flat = lax.dynamic_update_slice(vary(flat, axes), part, (index * part.size,))
+        return jnp.reshape(lax.psum(flat, axes)[: whole.size], whole.shape)
+
+    return jax.tree.map(leaf, parts, like)
+
+
+def check_batch(batch: PyTree, wrt: PyTree, axes: Axes) -> None:
+    """Raises where the batch's mesh axes and ``axis_name`` do not go together."""
+    if not _in_shard_map():
+        return
+    spread = frozenset[str]().union(*map(varying_axes, jax.tree.leaves(batch)))
+    if tracked(axes) and (same := frozenset(axes) - spread):
+        raise ValueError(
+            f"axis_name={_shown(axes)}, but the batch is the same on all devices of "
+            f"{_shown(same)}: each would count D times; shard it with "
+            f"in_specs=P({sorted(same)[0]!r})"
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(wrt):
+        if missing := spread - varying_axes(x):
+            raise ValueError(
+                f"the batch varies over the mesh axis {_shown(missing)}, the parameter"
+                f"{jax.tree_util.keystr(path)} does not, and axis_name="
+                f"{_shown(axes) if axes else None}: gradients would be reduced in "
+                f"every micro-batch; pass axis_name={_shown(missing)}"
+            )
+
+
+def check_not_reduced(what: str, x: Any, axes: Axes, remedy: str) -> None:
+    """Raises where ``x``, named ``what``, is the same on all devices already."""
+    if tracked(axes) and (same := frozenset(axes) - varying_axes(x)):
+        raise ValueError(
+            f"{what} is the same on all devices of axis_name={_shown(same)}: it was "
+            f"reduced already, and a second reduction would count it D times; {remedy}"
+        )
+
+
+def communicate(fun: Callable[[PyTree], PyTree], arg: PyTree, axes: Axes) -> bool:
+    """Whether devices talk to each other in ``fun(arg)``, over one of the axes.
+
+    Then none of them may leave it out, or the others would wait for ever.
+    """
+    return bool(axes) and _communicates(jax.make_jaxpr(fun)(arg).jaxpr, axes)
+
+
+def _communicates(jaxpr: Any, axes: Axes) -> bool:
+    for equation in jaxpr.eqns:
+        for name in ("axes", "axis_name"):
+            names = equation.params.get(name, ())
+            names = names if isinstance(names, (tuple, list, frozenset)) else (names,)
+            is_local = equation.primitive.name in ("pvary", "pcast", "axis_index")
+            if not is_local and any(axis in names for axis in axes):
+                return True
+        inner = core.jaxprs_in_params(equation.params)
+        if any(_communicates(one, axes) for one in inner):
+            return True
+    return False
+
+
+def _vary(x: Any, axes: frozenset[str]) -> Any:
+    missing = axes - varying_axes(x)
+    return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+
+def _in_shard_map() -> bool:
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def _shown(axes: Any) -> str:
+    names = list(axes) if isinstance(axes, tuple) else sorted(axes)
+    return repr(names[0] if len(names) == 1 else tuple(names))
