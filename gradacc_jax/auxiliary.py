@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from gradacc_jax import precision, splitting
 from gradacc_jax import window as windows
@@ -26,6 +27,22 @@ def check_reduction(reduction: PyTree) -> None:
             raise ValueError(
                 f"aux_reduction={how!r} is not known; choose one of {REDUCTIONS}"
             )
+
+
+def device_specs(reduction: PyTree, names: tuple[str, ...]) -> PyTree:
+    """The specs of reduced aux outside ``jax.shard_map``, a pytree prefix of it."""
+
+    def one(how: str) -> PartitionSpec:
+        if how in ("mean", "sum"):
+            return PartitionSpec()
+        if how == "concat":
+            return PartitionSpec(names)
+        raise ValueError(
+            f'aux_reduction={how!r} differs from device to device; choose "mean", '
+            '"sum" or "concat", or call this inside a jax.shard_map of your own'
+        )
+
+    return jax.tree.map(one, reduction)
 
 
 class Held(NamedTuple):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from gradacc_jax import (
     arguments,
@@ -92,8 +93,8 @@ def value_and_grad(
         batch statistics: ``fun`` then returns ``(loss, new_state)``, or ``(loss,
         (new_state, aux))``, and so does the result. (A tuple of argnums: a tuple.)
       accumulator_dtype: least dtype of the sums; None takes the argument's.
-      axis_name: inside ``jax.shard_map``, the mesh axis (or a tuple of them) over which
-        examples are spread, the batch being sharded over it and the parameters not.
+      axis_name: inside ``jax.shard_map``, or where a mesh is set on which it is
+        explicit, the mesh axis (or a tuple of them) over which examples are spread.
         Each device sums its own micro-batches, and one all-reduce after the loop makes
         value, gradients, and aux that are averaged or summed the global batch's, the
         same everywhere. ``fun`` returns its own device's loss. Other aux and the
@@ -140,6 +141,8 @@ def value_and_grad(
 
     @functools.wraps(fun)
     def run(*args: Any, **kwargs: Any) -> Any:
+        if options.sees_all_devices():
+            return _over_devices(options, run, args, kwargs)
         call = Call(options, functools.partial(fun, **kwargs), args)
         return call.result(call.accumulated())
 
@@ -180,6 +183,43 @@ def grad(
         return grads if alone else (grads, value[1])
 
     return run
+
+
+def _over_devices(
+    options: "Options", run: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """``run`` inside ``jax.shard_map``, entered from a mesh with explicit axes."""
+    o, whole = options, PartitionSpec()
+    if o.state_argnums:
+        raise ValueError(
+            f"state_argnums={o.state_argnums} with axis_name={o.axis_name!r}: each "
+            "device carries a state of its own; call this inside a jax.shard_map of "
+            "your own, and say there what becomes of them"
+        )
+    given = [*o.argnums, *o.batch_argnums, *o.key_argnums]
+    arguments.check_given(tuple(given), args)
+    specs: list[PyTree] = [whole] * len(args)
+    batch = tuple(args[number] for number in o.batch_argnums)
+    of_batch = splitting.device_specs(
+        batch, o.axes_of(batch), o.axes, reduction.size_of(o.axes)
+    )
+    for number, spec in zip(o.batch_argnums, of_batch, strict=True):
+        specs[number] = spec
+    placed = [
+        x if number in o.batch_argnums else reduction.gathered(x, o.axes)
+        for number, x in enumerate(args)
+    ]
+    value: PyTree = whole
+    if o.has_aux:
+        value = (whole, auxiliary.device_specs(o.aux_reduction, o.axes))
+    found, grads = jax.shard_map(
+        lambda args, kwargs: run(*args, **kwargs),
+        in_specs=(tuple(specs), whole),
+        out_specs=(value, whole),
+        axis_names=set(o.axes),
+    )(tuple(placed), reduction.gathered(kwargs, o.axes))
+    wrt = args[o.argnums[0]] if o.single else tuple(args[n] for n in o.argnums)
+    return found, reduction.back(grads, wrt)
 
 
 @dataclasses.dataclass
@@ -230,6 +270,17 @@ class Options:
         auxiliary.check_reduction(self.aux_reduction)
         self.axes = reduction.checked_axes(self.axis_name)
         arguments.check_roles({name: getattr(self, name) for name in ROLES})
+
+    def sees_all_devices(self) -> bool:
+        """Whether the caller is outside ``jax.shard_map``, on an explicit mesh."""
+        return reduction.is_explicit(self.axes)
+
+    def axes_of(self, batch: tuple[PyTree, ...]) -> PyTree:
+        """The examples' axis in each array of the batch arguments."""
+        axis = self.batch_axis
+        if len(batch) == 1 or not isinstance(axis, tuple):
+            axis = (axis,) * len(batch)
+        return splitting.batch_axes(batch, axis)
 
 
 class Sums(NamedTuple):
@@ -286,10 +337,7 @@ class Call:
         for number in o.key_argnums:
             arguments.check_key(number, args[number])
         self.batch = self._args(o.batch_argnums)
-        axis = o.batch_axis
-        if len(self.batch) == 1 or not isinstance(axis, tuple):
-            axis = (axis,) * len(self.batch)
-        self.axes = splitting.batch_axes(self.batch, axis)
+        self.axes = o.axes_of(self.batch)
         # Differentiated while it varies, a parameter has a gradient of this device.
         self.num_devices = reduction.num_devices(o.axes)
         self.wrt = reduction.vary(self.wrt, o.axes)
@@ -312,10 +360,7 @@ class Call:
         named = weight is not None and not losses.is_leaf(weight)
         losses.check_terms(loss, weight, named)
         arguments.check_state(state, new_state)
-        for one in jax.tree.leaves(loss):
-            reduction.check_not_reduced(
-                "the loss", one, o.axes, "return the loss of the device's own examples"
-            )
+        reduction.check_loss(loss, o.axes)
         self.aux = auxiliary.Reducer(aux, o.aux_reduction, self.parts[0].size, named)
         # Known beforehand only where terms have denominators of their own.
         self.reciprocals = self.reciprocal_totals() if named else None

@@ -90,7 +90,9 @@ def step_metrics(
         mean = windows.close(window, window.total, dtype=jnp.float32)
         return precision.global_norm(mean)
 
-    if not unused(held.acc_grads):
+    if not unused(held.grad_norm):
+        norm = held.grad_norm
+    elif not unused(held.acc_grads):
         # After an emit the sum is still there, until the next micro-step.
         def no_norm() -> jax.Array:
             return jnp.zeros_like(jax.eval_shape(window_norm))

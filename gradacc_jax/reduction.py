@@ -8,6 +8,12 @@ parameters that are the same everywhere JAX returns gradients that are the same
 everywhere: it reduces them in the backward pass of every micro-batch, and a second
 reduction would count each of them D times.
 
+On a mesh whose axes are explicit the same can be said with other types: of parameters
+that are marked *reduced* the gradients are *unreduced*, sums still to be made over
+devices. They can be added, and multiplied by what is marked reduced, and nothing else;
+and so far JAX lets a marked parameter into matrix products only. The accumulator takes
+them. What differentiates here enters ``jax.shard_map`` instead, where every model goes.
+
 JAX keeps in the type of every array over which mesh axes it varies, and this file reads
 it there. Where types do not tell (``check_vma=False``, ``jax.vmap`` with a name for its
 axis) nothing is refused on their account.
@@ -22,6 +28,7 @@ import jax
 from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
 PyTree = Any
 Axes = tuple[str, ...]
@@ -52,8 +59,17 @@ def check_mesh(mesh: Any, axes: Axes) -> None:
             )
 
 
+def is_explicit(axes: Axes) -> bool:
+    """Whether the axes are explicit ones of the mesh that is set: one global view."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return bool(axes) and all(kinds.get(x) == AxisType.Explicit for x in axes)
+
+
 def num_devices(axes: Axes) -> int:
-    """Over how many devices the axes go; an error where they are not bound."""
+    """How many devices call this, each for itself; an error for an unbound axis."""
+    if is_explicit(axes):
+        return 1
     try:
         return math.prod(lax.axis_size(name) for name in axes)
     except NameError:
@@ -61,13 +77,14 @@ def num_devices(axes: Axes) -> int:
         here = f"bound here: {', '.join(bound)}" if bound else "none is bound here"
         raise ValueError(
             f"axis_name={_shown(axes)} is not bound ({here}); call this inside "
-            "jax.shard_map over a mesh with that axis"
+            "jax.shard_map over a mesh with that axis, or set a mesh on which it is "
+            "explicit (under jit with other shardings leave axis_name out)"
         ) from None
 
 
 def device_index(axes: Axes) -> jax.Array | int:
     """This device's number among those that the axes go over."""
-    return lax.axis_index(axes) if axes else 0
+    return lax.axis_index(axes) if axes and not is_explicit(axes) else 0
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -78,6 +95,8 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 def tracked(axes: Axes) -> bool:
     """Whether types tell over which of these axes an array varies."""
+    if is_explicit(axes):
+        return False
     return all(name in varying_axes(lax.axis_index(name)) for name in axes)
 
 
@@ -86,6 +105,61 @@ def vary(tree: PyTree, axes: Axes) -> PyTree:
     if not (axes and tracked(axes)):
         return tree
     return jax.tree.map(functools.partial(_vary, axes=frozenset(axes)), tree)
+
+
+def gathered(tree: PyTree, axes: Axes) -> PyTree:
+    """Arrays of an explicit mesh, sharded over its other axes only."""
+
+    def leaf(x: Any) -> Any:
+        return jax.reshard(x, _spec(x, axes)) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def check_replicated(params: PyTree, axes: Axes) -> None:
+    """Raises where parameters are sharded over explicit axes, as in FSDP."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        parts = jax.typeof(x).sharding.spec.partitions
+        if here := set(jax.tree.leaves(parts)) & set(axes):
+            raise ValueError(
+                f"params{jax.tree_util.keystr(path)} is sharded over {sorted(here)}, "
+                f"and axis_name={_shown(axes)} wants it the same on all devices; leave "
+                "axis_name out (XLA then gathers in every micro-batch), or call "
+                "value_and_grad(axis_name=...), which gathers once a window"
+            )
+
+
+def size_of(axes: Axes) -> int:
+    """How many devices there are along axes of the mesh that is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[name] for name in axes)
+
+
+def empty_sums(zeros: PyTree, params: PyTree, axes: Axes) -> PyTree:
+    """``zeros`` as sums of gradients of ``params`` that stay on their device."""
+
+    def unreduced(x: jax.Array, like: Any) -> jax.Array:
+        spec = _spec(like, axes, unreduced=set(axes))
+        return jnp.zeros(x.shape, x.dtype, out_sharding=spec)
+
+    if is_explicit(axes):
+        return jax.tree.map(unreduced, zeros, params)
+    return vary(vary_like(zeros, params), axes)
+
+
+def factor(x: jax.Array, of: Any) -> jax.Array:
+    """The scalar ``x``, ready to be multiplied by ``of``, which may be unreduced."""
+    axes = _unreduced_axes(of)
+    return jax.reshard(x, PartitionSpec(reduced=axes)) if axes else x
+
+
+def placed_like(x: jax.Array, like: Any) -> jax.Array:
+    """An array that is the same everywhere, sharded as ``like`` on an explicit mesh."""
+    spec = getattr(getattr(like, "sharding", None), "spec", None)
+    mesh = jax.sharding.get_abstract_mesh()
+    if spec is None or AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.reshard(x, spec)
 
 
 def vary_like(tree: PyTree, like: PyTree) -> PyTree:
@@ -125,9 +199,20 @@ def settled(body: Callable[..., tuple[PyTree, Any]], init: PyTree, x: Any) -> Py
 def all_reduce(tree: PyTree, axes: Axes) -> PyTree:
     """The sums over all devices, which every device gets: one collective, in one call.
 
+    On an explicit mesh, what is not unreduced is such a sum already.
+
     Cost: each device sends and receives about ``2 (D - 1) / D`` times the bytes.
     """
+    if is_explicit(axes):
+        return jax.tree.map(
+            lambda x: jax.reshard(x, _spec(x, axes)) if _unreduced_axes(x) else x, tree
+        )
     return lax.psum(tree, axes) if axes and jax.tree.leaves(tree) else tree
+
+
+def back(tree: PyTree, params: PyTree) -> PyTree:
+    """Gradients where their parameters are, on an explicit mesh that gathered them."""
+    return jax.tree.map(lambda x, p: placed_like(x, jax.typeof(p)), tree, params)
 
 
 def reduce_scatter(tree: PyTree, axes: Axes) -> PyTree:
@@ -184,8 +269,21 @@ def check_batch(batch: PyTree, wrt: PyTree, axes: Axes) -> None:
             )
 
 
+def check_loss(loss: PyTree, axes: Axes) -> None:
+    """Raises where a loss is not that of a device's own examples, but of all."""
+    for x in jax.tree.leaves(loss):
+        remedy = "return the loss of the device's own examples"
+        check_not_reduced("the loss", x, axes, remedy)
+
+
 def check_not_reduced(what: str, x: Any, axes: Axes, remedy: str) -> None:
     """Raises where ``x``, named ``what``, is the same on all devices already."""
+    if is_explicit(axes) and not {*axes} <= _unreduced_axes(x):
+        raise ValueError(
+            f"{what} is not unreduced over the explicit mesh axis {_shown(axes)}: it "
+            "was reduced already; differentiate with respect to parameters that are "
+            "marked, jax.reshard(params, P(reduced={...}))"
+        )
     if tracked(axes) and (same := frozenset(axes) - varying_axes(x)):
         raise ValueError(
             f"{what} is the same on all devices of axis_name={_shown(same)}: it was "
@@ -213,6 +311,22 @@ def _communicates(jaxpr: Any, axes: Axes) -> bool:
         if any(_communicates(one, axes) for one in inner):
             return True
     return False
+
+
+def _spec(x: Any, axes: Axes, **marks: Any) -> PartitionSpec:
+    """The spec of an array on an explicit mesh without these axes, marked anew."""
+    parts = []
+    for part in jax.typeof(x).sharding.spec.partitions:
+        names = part if isinstance(part, tuple) else (part,)
+        left = tuple(name for name in names if name is not None and name not in axes)
+        parts.append(left if len(left) > 1 else left[0] if left else None)
+    return PartitionSpec(*parts, **marks)
+
+
+def _unreduced_axes(x: Any) -> frozenset[str]:
+    """The explicit mesh axes over which an array is still to be summed."""
+    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
+    return frozenset(getattr(spec, "unreduced", None) or ())
 
 
 def _vary(x: Any, axes: frozenset[str]) -> Any:

@@ -12,8 +12,10 @@ from typing import Any
 import jax
 from jax import lax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 PyTree = Any
+_WHOLE = PartitionSpec()
 # Stands for None, which in a pytree would be nothing at all.
 _NONE = "none"
 
@@ -132,6 +134,30 @@ def micro_batch(batch: PyTree, axes: PyTree, part: Part, i: Any) -> PyTree:
         )
 
     return jax.tree.map(leaf, batch, axes)
+
+
+def device_specs(
+    batch: PyTree, axes: PyTree, names: tuple[str, ...], devices: int
+) -> PyTree:
+    """The specs of a batch whose examples are spread over devices.
+
+    Args:
+      batch: the batch.
+      axes: as from :func:`batch_axes`.
+      names: the mesh axes that the devices are on.
+      devices: how many there are.
+    """
+    size = num_examples(batch, axes)
+    if size % devices:
+        shown = repr(names[0] if len(names) == 1 else names)
+        raise ValueError(
+            f"batch_size={size} does not divide over the {devices} devices of "
+            f"axis_name={shown}; choose a multiple of {devices}, or pad it with "
+            "examples of weight 0"
+        )
+    return jax.tree.map(
+        lambda axis: PartitionSpec(*[None] * axis, names) if axis >= 0 else _WHOLE, axes
+    )
 
 
 def joined(outs: Sequence[jax.Array]) -> jax.Array:

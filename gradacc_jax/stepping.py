@@ -125,7 +125,7 @@ def micro_step(
             "in accumulate(opt, k)"
         )
     options = _resolved(options, tx)
-    reduces_itself = bool(found) and has_device_axis(found[0])
+    reduces_itself = bool(found) and not unused(found[0].grad_norm)
     if bool(options.axes) != reduces_itself and found:
         raise ValueError(
             f"axis_name={options.axis_name!r} but the accumulator in tx was given "
@@ -160,12 +160,7 @@ def micro_step(
 
     if options.axes:
         reduction.check_batch(batch, params, options.axes)
-        reduction.check_not_reduced(
-            "the loss",
-            jax.eval_shape(loss, params)[0],
-            options.axes,
-            "return the loss of the device's own examples",
-        )
+        reduction.check_loss(jax.eval_shape(loss, params)[0], options.axes)
     if not _in_place(tx, loss, params, local, weight, options.axes):
         (value, (new, aux)), grads = jax.value_and_grad(
             loss, has_aux=True, allow_int=True

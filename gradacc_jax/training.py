@@ -13,8 +13,9 @@ import jax
 from jax.sharding import PartitionSpec
 import optax
 
-from gradacc_jax import reduction, splitting
+from gradacc_jax import auxiliary, reduction, splitting
 from gradacc_jax.accumulation.placement import device_specs
+from gradacc_jax.accumulation.state import accumulators, has_device_axis
 from gradacc_jax.monitoring import StepMetrics
 from gradacc_jax.stepping import (
     LossFn,
@@ -98,7 +99,8 @@ def train_step(
         takes its part, so that the global batch is micro-batch x k x devices. Other
         axes of the mesh are left to XLA, by the shardings of the parameters.
       axis_name: the mesh axis (or a tuple of them) over which examples are spread;
-        without a ``mesh`` the caller is inside ``jax.shard_map`` already. There is one
+        without a ``mesh`` the caller is inside ``jax.shard_map`` already, or has set a
+        mesh on which the axis is explicit. There is one
         all-reduce of gradients in a window: give it to ``accumulate`` too, which then
         reduces when the window closes, and make its state by
         :func:`gradacc_jax.init_on_mesh`.
@@ -186,7 +188,7 @@ def train_step(
             )
             return params, state, metrics
 
-        if mesh is None:
+        if mesh is None and not reduction.is_explicit(axes):
             return one(params, state, batch, key)
         return _on_mesh(one, mesh, options, params, state, batch, key)
 
@@ -197,7 +199,7 @@ def train_step(
 
 def _on_mesh(
     one: Callable[..., tuple[PyTree, PyTree, StepMetrics]],
-    mesh: jax.sharding.Mesh,
+    mesh: jax.sharding.Mesh | None,
     options: StepOptions,
     params: PyTree,
     state: PyTree,
@@ -206,32 +208,20 @@ def _on_mesh(
 ) -> tuple[PyTree, PyTree, StepMetrics]:
     """One step on the devices of a mesh, each with its part of the batch."""
     axes = options.axes
+    if reduction.is_explicit(axes):
+        reduction.check_replicated(params, axes)
     whole = PartitionSpec()
     of_state = device_specs(state, axes)
-    of_examples = splitting.batch_axes(batch, options.batch_axis)
-    size = splitting.num_examples(batch, of_examples)
-    devices = math.prod(mesh.shape[name] for name in axes)
-    if size % devices:
-        raise ValueError(
-            f"batch_size={size} does not divide over the {devices} devices of "
-            f"axis_name={options.axis_name!r}; choose a multiple of {devices}, or pad "
-            "it with examples of weight 0"
-        )
-
-    def part(axis: int) -> PartitionSpec:
-        return whole if axis < 0 else PartitionSpec(*[None] * axis, axes)
-
-    across_calls = of_state != jax.tree.map(lambda _: whole, of_state)
-
-    def aux_spec(how: str) -> PartitionSpec:
-        if across_calls or how == "concat":
-            return PartitionSpec(axes)
-        if how in ("mean", "sum"):
-            return whole
-        raise ValueError(
-            f'aux_reduction={how!r} differs from device to device; choose "mean", '
-            '"sum" or "concat", or call the step inside a jax.shard_map of your own'
-        )
+    of_batch = splitting.device_specs(
+        batch,
+        splitting.batch_axes(batch, options.batch_axis),
+        axes,
+        math.prod((mesh or jax.sharding.get_abstract_mesh()).shape[x] for x in axes),
+    )
+    across_calls = any(map(has_device_axis, accumulators(state)))
+    of_aux: PyTree = PartitionSpec(axes)
+    if not across_calls:
+        of_aux = auxiliary.device_specs(options.aux_reduction, axes)
 
     def on_device(
         params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None
@@ -242,13 +232,12 @@ def _on_mesh(
             metrics = metrics._replace(aux=aux)
         return params, state, metrics
 
-    of_aux = jax.tree.map(aux_spec, options.aux_reduction)
     fields: dict[str, Any] = dict.fromkeys(StepMetrics._fields, whole)
     of_metrics = StepMetrics(**fields | {"aux": of_aux})
     return jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(whole, of_state, jax.tree.map(part, of_examples), whole),
+        in_specs=(whole, of_state, of_batch, whole),
         out_specs=(whole, of_state, of_metrics),
         axis_names=set(axes),
     )(params, state, batch, key)

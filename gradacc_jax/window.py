@@ -29,7 +29,7 @@ from jax import lax
 import jax.numpy as jnp
 from optax import MaskedNode
 
-from gradacc_jax import precision
+from gradacc_jax import precision, reduction
 
 PyTree = Any
 
@@ -99,7 +99,7 @@ def add(
         work = precision.working_dtype(total.dtype)
         term = jnp.asarray(term).astype(work)
         if weight is not None and weighted:
-            term = precision.scale(term, w)
+            term = precision.scale(term, reduction.factor(w, term))
         held = total.astype(work)
         added = jnp.where(first, term, held + term)
         if weight is not None:

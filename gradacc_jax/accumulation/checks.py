@@ -102,6 +102,21 @@ def check_on_devices(grads: PyTree, emit: Any, axes: reduction.Axes) -> None:
         )
 
 
+def check_unreduced_options(skip_nonfinite: Any, shard_accumulators: bool) -> None:
+    """Raises for options that must look at gradients which nobody can read."""
+    if skip_nonfinite is not None:
+        raise ValueError(
+            f"skip_nonfinite={skip_nonfinite!r} must look at gradients, and those of "
+            "an explicit mesh axis are unreduced until the window closes; use "
+            "jax.shard_map (train_step enters it by itself)"
+        )
+    if shard_accumulators:
+        raise ValueError(
+            "shard_accumulators=True on an explicit mesh axis; leave axis_name out and "
+            "shard the state instead: state_shardings(tx, params, shard_over=...)"
+        )
+
+
 def check_inner_state(before: PyTree, after: PyTree) -> None:
     old: Any = jax.tree.structure(before)
     new = jax.tree.structure(after)

@@ -76,6 +76,11 @@ class Accumulation:
         return isinstance(self.k, int) and self.k == 1
 
     @property
+    def has_device_axis(self) -> bool:
+        """Whether devices have sums of their own that each sees for itself."""
+        return bool(self.axes) and not reduction.is_explicit(self.axes)
+
+    @property
     def is_alone(self) -> bool:
         """Whether every window is one micro-batch, whose mean is itself, to the bit."""
         return self.is_single and not self.axes
@@ -105,6 +110,10 @@ class Accumulation:
                 lambda x: jnp.zeros(-(-x.size // parts), x.dtype), empty.total
             )
             empty = empty._replace(total=total)
+        elif reduction.is_explicit(self.axes):
+            like = _where_summed(empty.total, params)
+            total = reduction.empty_sums(empty.total, like, self.axes)
+            empty = empty._replace(total=total)
         skip_state: Any = ()
         if self.should_skip_update_fn is not None:
             no_updates = optax.tree.zeros_like(params)
@@ -129,14 +138,14 @@ class Accumulation:
 
     def local(self, state: AccumulateState) -> AccumulateState:
         """The state without the axis of devices."""
-        if not self.axes:
+        if not self.has_device_axis:
             return state
         checks.check_device_axis(state, self.axes)
         return _at_sums(state, lambda x: x[0])
 
     def stored(self, state: AccumulateState) -> AccumulateState:
         """The state as it is handed out, with an axis of devices if there are some."""
-        if not self.axes:
+        if not self.has_device_axis:
             return state
         reduction.num_devices(self.axes)  # or an error
         return _at_sums(state, lambda x: reduction.vary(x[None], self.axes))
@@ -189,7 +198,7 @@ class Accumulation:
             held = Window(total, state.acc_weight)
             if not self.axes:
                 return step(held, state.acc_extra_args, kept)
-            held, extras = self._all_reduced(held, state.acc_extra_args, grads)
+            held, extras = self._all_reduced(held, state.acc_extra_args, grads, params)
             go = functools.partial(step, held, extras)
             if self.never_empty(weight):
                 return go(kept)
@@ -198,7 +207,9 @@ class Accumulation:
         def rest(kept: tuple[Any, Any]) -> tuple[PyTree, tuple[Any, Any]]:
             held, extras = Window(total, state.acc_weight), state.acc_extra_args
             if self.axes:
-                held, extras = jax.eval_shape(self._all_reduced, held, extras, grads)
+                held, extras = jax.eval_shape(
+                    self._all_reduced, held, extras, grads, params
+                )
             updates, _ = jax.eval_shape(step, held, extras, kept)
             # Without a conditional an addition follows, which XLA drops where it sees
             # the zeros.
@@ -216,18 +227,21 @@ class Accumulation:
         return updates, state if part == "add" else _turn(state)
 
     def _all_reduced(
-        self, held: Window, extras: dict[str, Window], grads: PyTree
+        self,
+        held: Window,
+        extras: dict[str, Window],
+        grads: PyTree,
+        params: PyTree | None,
     ) -> tuple[Window, dict[str, Window]]:
         """The sums of all devices: the one reduction of a window."""
         if not self.shard_accumulators:
-            return reduction.all_reduce((held, extras), self.axes)
+            held, extras = reduction.all_reduce((held, extras), self.axes)
+            if params is not None:
+                like = _where_summed(held.total, params)
+                held = held._replace(total=reduction.back(held.total, like))
+            return held, extras
         # The sums are of all devices already; each has a part of them.
-        like = jax.tree.map(
-            lambda total, g: total if precision.is_masked(total) else g,
-            held.total,
-            grads,
-            is_leaf=precision.is_masked,
-        )
+        like = _where_summed(held.total, grads)
         weight, extras = reduction.all_reduce((held.weight, extras), self.axes)
         return Window(reduction.all_gather(held.total, like, self.axes), weight), extras
 
@@ -415,6 +429,10 @@ class Accumulation:
     ) -> None:
         if self.axes:
             checks.check_on_devices(grads, emit, self.axes)
+            if reduction.is_explicit(self.axes):
+                checks.check_unreduced_options(
+                    self.skip_nonfinite, self.shard_accumulators
+                )
         if self.is_single:
             if emit is False:
                 raise ValueError(
@@ -450,6 +468,16 @@ class Accumulation:
                     f"emit={emit!r} is not a bool scalar; pass None, a bool, or a "
                     "boolean array of shape ()"
                 )
+
+
+def _where_summed(total: PyTree, tree: PyTree) -> PyTree:
+    """``tree`` where there are sums, and their placeholders elsewhere."""
+    return jax.tree.map(
+        lambda t, x: t if precision.is_masked(t) else x,
+        total,
+        tree,
+        is_leaf=precision.is_masked,
+    )
 
 
 def _at_sums(

@@ -13,7 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    NamedSharding,
+    PartitionSpec,
+    use_abstract_mesh,
+)
 import optax
 
 from gradacc_jax import precision, reduction
@@ -68,13 +73,16 @@ def state_specs(
         param_specs = jax.tree.map(lambda _: one, params)
     found: list[PyTree] = []
 
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
     def look() -> PyTree:
-        state = tx.init(params)
+        state = tx.init(shapes)
         specs = _like_params(tx, state, param_specs, PartitionSpec())
-        found.append(_with_device_axes(state, specs, params, axes))
+        found.append(_with_device_axes(state, specs, shapes, axes))
         return state
 
-    jax.eval_shape(_bound(look, axes))
+    with use_abstract_mesh(AbstractMesh((), ())):  # whatever mesh is set
+        jax.eval_shape(_bound(look, axes))
     return found[0]
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradacc_jax import precision
+from gradacc_jax import precision, reduction
 
 PyTree = Any
 
@@ -26,12 +26,12 @@ def _zero_update(aval: Any, count: jax.Array | None) -> Any:
     if aval.dtype == jax.dtypes.float0:
         return np.zeros(aval.shape, jax.dtypes.float0)
     if not jnp.issubdtype(aval.dtype, jnp.inexact):
-        return jnp.zeros(aval.shape, aval.dtype)
+        return reduction.placed_like(jnp.zeros(aval.shape, aval.dtype), aval)
     part = jnp.finfo(aval.dtype).dtype  # of a complex number its real part's
     zero = jnp.asarray(-0.0, part) if count is None else -(0.0 * count.astype(part))
     if jnp.issubdtype(aval.dtype, jnp.complexfloating):
         zero = jax.lax.complex(zero, zero)
-    return jnp.broadcast_to(zero, aval.shape)
+    return reduction.placed_like(jnp.broadcast_to(zero, aval.shape), aval)
 
 
 def still(g: Any, update: Any) -> Any:

@@ -204,8 +204,8 @@ def from_multi_steps_state(
 
 
 def has_device_axis(held: AccumulateState) -> bool:
-    """Whether the sums have an axis of devices: ``accumulate(axis_name=...)``."""
-    return not unused(held.grad_norm)
+    """Whether the sums have an axis of devices, as ``jax.shard_map`` needs it."""
+    return len(jnp.shape(held.acc_weight)) == 1
 
 
 def over_devices(held: AccumulateState) -> AccumulateState:
