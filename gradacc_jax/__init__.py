@@ -14,6 +14,8 @@ from gradacc_jax.accumulation import (
     init_on_mesh,
     process,
     raise_if_skipping,
+    restored,
+    saveable,
     state_shardings,
     state_specs,
 )
@@ -70,6 +72,8 @@ __all__ = [
     "remat_sequence",
     "rescale_momentum",
     "residual_report",
+    "restored",
+    "saveable",
     "state_shardings",
     "state_specs",
     "train_step",

@@ -205,8 +205,11 @@ def _over_devices(
     )
     for number, spec in zip(o.batch_argnums, of_batch, strict=True):
         specs[number] = spec
+    mesh = jax.sharding.get_abstract_mesh()
     placed = [
-        x if number in o.batch_argnums else reduction.gathered(x, o.axes)
+        reduction.spread_over(x, specs[number], mesh)
+        if number in o.batch_argnums
+        else reduction.gathered(x, o.axes)
         for number, x in enumerate(args)
     ]
     value: PyTree = whole
@@ -352,11 +355,14 @@ class Call:
         """The loop: what all micro-batches together give, not yet divided."""
         o = self.options
         state = self._args(o.state_argnums)
-        sample = jax.eval_shape(lambda: self.micro_batch(self.parts[0], 0))
+
+        def first() -> tuple[PyTree, ...]:
+            return self.micro_batch(self.parts[0], 0)
+
         loss, (new_state, aux) = jax.eval_shape(
-            lambda micro: self.evaluate(self.wrt, micro, 0, state), sample
+            lambda: self.evaluate(self.wrt, first(), 0, state)
         )
-        weight = jax.eval_shape(lambda m: self.weight(self.parts[0], m), sample)
+        weight = jax.eval_shape(lambda: self.weight(self.parts[0], first()))
         named = weight is not None and not losses.is_leaf(weight)
         losses.check_terms(loss, weight, named)
         arguments.check_state(state, new_state)
@@ -369,7 +375,7 @@ class Call:
         grads = grads._replace(total=reduction.vary_like(grads.total, self.wrt))
 
         def first_loss(wrt: PyTree) -> PyTree:
-            return self.evaluate(wrt, self.micro_batch(self.parts[0], 0), 0, state)
+            return self.evaluate(wrt, first(), 0, state)
 
         self.together = reduction.communicate(first_loss, self.wrt, o.axes)
         # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
@@ -449,6 +455,7 @@ class Call:
                 cotangent = precision.cast_like(shares, loss)
             elif self.in_place and weighted and weight is not None:
                 cotangent = weight.astype(loss.dtype)
+            cotangent = reduction.vary_like(cotangent, loss)
             if self.in_place:
                 return loss, state, aux, references.add(vjp, total, cotangent)
             (grads,) = vjp(cotangent)

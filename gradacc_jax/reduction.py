@@ -89,7 +89,7 @@ def device_index(axes: Axes) -> jax.Array | int:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes over which an array differs from device to device, by its type."""
-    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    kind = getattr(_type(x), "manual_axis_type", None)
     return frozenset() if kind is None else frozenset(kind.varying)
 
 
@@ -114,6 +114,20 @@ def gathered(tree: PyTree, axes: Axes) -> PyTree:
         return jax.reshard(x, _spec(x, axes)) if isinstance(x, jax.Array) else x
 
     return jax.tree.map(leaf, tree)
+
+
+def spread_over(batch: PyTree, specs: PyTree, mesh: Any) -> PyTree:
+    """A batch where ``shard_map`` wants it, which on explicit axes is asked for."""
+    explicit = AxisType.Explicit in mesh.axis_types
+    if not explicit:
+        return batch
+
+    def leaf(x: Any, spec: PartitionSpec) -> Any:
+        if isinstance(mesh, jax.sharding.Mesh):
+            return jax.reshard(x, jax.sharding.NamedSharding(mesh, spec))
+        return jax.reshard(x, spec)
+
+    return jax.tree.map(leaf, batch, specs)
 
 
 def check_replicated(params: PyTree, axes: Axes) -> None:
@@ -149,8 +163,8 @@ def empty_sums(zeros: PyTree, params: PyTree, axes: Axes) -> PyTree:
 
 def factor(x: jax.Array, of: Any) -> jax.Array:
     """The scalar ``x``, ready to be multiplied by ``of``, which may be unreduced."""
-    axes = _unreduced_axes(of)
-    return jax.reshard(x, PartitionSpec(reduced=axes)) if axes else x
+    axes = unreduced_axes(of)
+    return jax.reshard(x, PartitionSpec(reduced=set(axes))) if axes else x
 
 
 def placed_like(x: jax.Array, like: Any) -> jax.Array:
@@ -205,7 +219,7 @@ def all_reduce(tree: PyTree, axes: Axes) -> PyTree:
     """
     if is_explicit(axes):
         return jax.tree.map(
-            lambda x: jax.reshard(x, _spec(x, axes)) if _unreduced_axes(x) else x, tree
+            lambda x: jax.reshard(x, _spec(x, axes)) if unreduced_axes(x) else x, tree
         )
     return lax.psum(tree, axes) if axes and jax.tree.leaves(tree) else tree
 
@@ -278,7 +292,7 @@ def check_loss(loss: PyTree, axes: Axes) -> None:
 
 def check_not_reduced(what: str, x: Any, axes: Axes, remedy: str) -> None:
     """Raises where ``x``, named ``what``, is the same on all devices already."""
-    if is_explicit(axes) and not {*axes} <= _unreduced_axes(x):
+    if is_explicit(axes) and not {*axes} <= {*unreduced_axes(x)}:
         raise ValueError(
             f"{what} is not unreduced over the explicit mesh axis {_shown(axes)}: it "
             "was reduced already; differentiate with respect to parameters that are "
@@ -323,10 +337,15 @@ def _spec(x: Any, axes: Axes, **marks: Any) -> PartitionSpec:
     return PartitionSpec(*parts, **marks)
 
 
-def _unreduced_axes(x: Any) -> frozenset[str]:
+def unreduced_axes(x: Any) -> Axes:
     """The explicit mesh axes over which an array is still to be summed."""
-    spec = getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
-    return frozenset(getattr(spec, "unreduced", None) or ())
+    spec = getattr(getattr(_type(x), "sharding", None), "spec", None)
+    return tuple(sorted(getattr(spec, "unreduced", None) or ()))
+
+
+def _type(x: Any) -> Any:
+    """The type of an array; of a shape, which jax.typeof may refuse, itself."""
+    return x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
 
 
 def _vary(x: Any, axes: frozenset[str]) -> Any:

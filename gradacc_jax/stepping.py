@@ -485,13 +485,13 @@ def _added_in_place(
         value, vjp, aux = jax.vjp(loss, params, has_aux=True)
         cotangent = jnp.ones_like(value)
         if weight is not None and options.weighted:
-            cotangent = weight.astype(value.dtype)
+            cotangent = reduction.vary_like(weight.astype(value.dtype), value)
         return value, aux, references.add(vjp, total, cotangent)
 
     def forward_pass(total: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         return *loss(params), total
 
-    total = windows.opened(state.acc_grads, first=first)
+    total = options.on_device(windows.opened(state.acc_grads, first=first))
     if weight is None:
         value, aux, total = both_passes(total)
     else:
@@ -499,7 +499,8 @@ def _added_in_place(
         value, aux, total = reduction.cond(
             weight != 0, both_passes, forward_pass, total
         )
-    held = Window(total, windows.weighed(state.acc_weight, weight, first=first))
+    weights = windows.weighed(state.acc_weight, weight, first=first)
+    held = Window(options.from_device(total), weights)
     added, closes, _ = options.settle(state, held, weight, emit, {"value": value})
     return value, aux, added, options.runs(closes, added.acc_weight, weight)
 

@@ -210,13 +210,14 @@ def _on_mesh(
     axes = options.axes
     if reduction.is_explicit(axes):
         reduction.check_replicated(params, axes)
+    there = mesh or jax.sharding.get_abstract_mesh()
     whole = PartitionSpec()
     of_state = device_specs(state, axes)
     of_batch = splitting.device_specs(
         batch,
         splitting.batch_axes(batch, options.batch_axis),
         axes,
-        math.prod((mesh or jax.sharding.get_abstract_mesh()).shape[x] for x in axes),
+        math.prod(there.shape[name] for name in axes),
     )
     across_calls = any(map(has_device_axis, accumulators(state)))
     of_aux: PyTree = PartitionSpec(axes)
@@ -240,4 +241,4 @@ def _on_mesh(
         in_specs=(whole, of_state, of_batch, whole),
         out_specs=(whole, of_state, of_metrics),
         axis_names=set(axes),
-    )(params, state, batch, key)
+    )(params, state, reduction.spread_over(batch, of_batch, there), key)

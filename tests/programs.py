@@ -8,6 +8,10 @@ import jax
 
 _INSTRUCTION = re.compile(r"%?[\w.\-]+ = (.*?) ([a-z][\w\-]*)\(")
 _SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")
+_COLLECTIVE = re.compile(
+    r"= (.*?) (all-reduce|all-to-all|all-gather|reduce-scatter|collective-permute)"
+    r"(?:-start)?\("
+)
 # What moves no data.
 _FREE = {"parameter", "get-tuple-element", "tuple", "bitcast", "constant"}
 
@@ -49,6 +53,15 @@ class Program:
             for name, elements in _instructions(entry)
             if elements >= size and name not in _FREE
         ]
+
+    def collectives(self, size=1):
+        """The collectives over arrays of ``size`` numbers or more in all, by name."""
+        found = []
+        for line in self.text.splitlines():
+            one = _COLLECTIVE.search(line)
+            if one and sum(map(_elements, _SHAPE.findall(one[1]))) >= size:
+                found.append(one[2])
+        return sorted(found)
 
 
 def _instructions(text):

@@ -11,6 +11,8 @@ from gradacc_jax.accumulation.application import apply_gradients
 from gradacc_jax.accumulation.placement import (
     for_num_devices,
     init_on_mesh,
+    restored,
+    saveable,
     state_shardings,
     state_specs,
 )
@@ -41,6 +43,8 @@ __all__ = [
     "init_on_mesh",
     "process",
     "raise_if_skipping",
+    "restored",
+    "saveable",
     "state_shardings",
     "state_specs",
 ]

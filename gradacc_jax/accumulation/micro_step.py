@@ -134,21 +134,41 @@ class Accumulation:
             skips=() if self.always_runs else SkipCounts(zero_count(), zero_count()),
             grad_norm=jnp.zeros((), jnp.float32) if self.axes else (),
         )
-        return self.stored(state)
+        return self.stored(state._replace(acc_grads=self.from_device(state.acc_grads)))
 
     def local(self, state: AccumulateState) -> AccumulateState:
-        """The state without the axis of devices."""
+        """The state with scalar sums without an axis of devices.
+
+        The gradients' sums keep theirs: of another shape, they could not be added to
+        in place.
+        """
         if not self.has_device_axis:
             return state
         checks.check_device_axis(state, self.axes)
-        return _at_sums(state, lambda x: x[0])
+        return _at_scalars(state, lambda x: x[0])
 
     def stored(self, state: AccumulateState) -> AccumulateState:
         """The state as it is handed out, with an axis of devices if there are some."""
         if not self.has_device_axis:
             return state
         reduction.num_devices(self.axes)  # or an error
-        return _at_sums(state, lambda x: reduction.vary(x[None], self.axes))
+        state = _at_scalars(state, lambda x: x[None])
+        sums = state.acc_grads, state.acc_weight, state.acc_extra_args
+        acc_grads, acc_weight, acc_extra_args = reduction.vary(sums, self.axes)
+        return state._replace(
+            acc_grads=acc_grads, acc_weight=acc_weight, acc_extra_args=acc_extra_args
+        )
+
+    def on_device(self, total: PyTree) -> PyTree:
+        """Sums without their axis of devices, in the shapes of the gradients."""
+        if not self.has_device_axis:
+            return total
+        # Behind a barrier the reshape is free; within a fusion it would cost a copy.
+        return jax.tree.map(lambda x: x[0], jax.lax.optimization_barrier(total))
+
+    def from_device(self, total: PyTree) -> PyTree:
+        """What :meth:`on_device` took the axis from, with it."""
+        return jax.tree.map(lambda x: x[None], total) if self.has_device_axis else total
 
     def update(
         self,
@@ -205,12 +225,13 @@ class Accumulation:
             return jax.lax.cond(held.weight > 0, go, rest, kept)
 
         def rest(kept: tuple[Any, Any]) -> tuple[PyTree, tuple[Any, Any]]:
-            held, extras = Window(total, state.acc_weight), state.acc_extra_args
-            if self.axes:
-                held, extras = jax.eval_shape(
-                    self._all_reduced, held, extras, grads, params
-                )
-            updates, _ = jax.eval_shape(step, held, extras, kept)
+            def instead() -> tuple[PyTree, tuple[Any, Any]]:
+                held, extras = Window(total, state.acc_weight), state.acc_extra_args
+                if self.axes:
+                    held, extras = self._all_reduced(held, extras, grads, params)
+                return step(held, extras, kept)
+
+            updates, _ = jax.eval_shape(instead)
             # Without a conditional an addition follows, which XLA drops where it sees
             # the zeros.
             count = None if isinstance(runs, bool) else state.mini_step
@@ -236,11 +257,14 @@ class Accumulation:
         """The sums of all devices: the one reduction of a window."""
         if not self.shard_accumulators:
             held, extras = reduction.all_reduce((held, extras), self.axes)
+            if self.has_device_axis:
+                held = held._replace(total=jax.tree.map(lambda x: x[0], held.total))
             if params is not None:
                 like = _where_summed(held.total, params)
                 held = held._replace(total=reduction.back(held.total, like))
             return held, extras
         # The sums are of all devices already; each has a part of them.
+        held = held._replace(total=jax.tree.map(lambda x: x[0], held.total))
         like = _where_summed(held.total, grads)
         weight, extras = reduction.all_reduce((held.weight, extras), self.axes)
         return Window(reduction.all_gather(held.total, like, self.axes), weight), extras
@@ -296,7 +320,7 @@ class Accumulation:
             skips = _counted(skips, dropped)
 
         held: Window = (
-            windows.empty(grads, self.accumulator_dtype)
+            windows.empty(self.from_device(grads), self.accumulator_dtype)
             if self.is_single
             else Window(state.acc_grads, state.acc_weight)
         )
@@ -309,7 +333,13 @@ class Accumulation:
     ) -> Window:
         """The window with a micro-batch's gradients in it."""
         if not self.shard_accumulators:
-            return windows.add(held, grads, weight, first=first, weighted=self.weighted)
+            return windows.add(
+                held,
+                self.from_device(grads),
+                weight,
+                first=first,
+                weighted=self.weighted,
+            )
         alone = windows.add(
             windows.empty(grads, self.accumulator_dtype),
             grads,
@@ -317,7 +347,7 @@ class Accumulation:
             first=True,
             weighted=self.weighted,
         )
-        parts = reduction.reduce_scatter(alone.total, self.axes)
+        parts = self.from_device(reduction.reduce_scatter(alone.total, self.axes))
         if self.is_single:
             return Window(parts, alone.weight)
         return Window(
@@ -451,9 +481,10 @@ class Accumulation:
             )
         else:
             parts = reduction.num_devices(self.axes) if self.shard_accumulators else 0
-            checks.check_gradients(
-                grads, state.acc_grads, self.accumulator_dtype, parts
-            )
+            sums = state.acc_grads
+            if self.has_device_axis:
+                sums = jax.eval_shape(self.on_device, sums)
+            checks.check_gradients(grads, sums, self.accumulator_dtype, parts)
         if set(state.acc_extra_args) != set(self.average_extra_args):
             raise ValueError(
                 f"average_extra_args={self.average_extra_args} but the state holds "
@@ -480,15 +511,14 @@ def _where_summed(total: PyTree, tree: PyTree) -> PyTree:
     )
 
 
-def _at_sums(
+def _at_scalars(
     state: AccumulateState, change: Callable[[jax.Array], jax.Array]
 ) -> AccumulateState:
-    """The state with its sums changed: what differs from device to device."""
-    sums = state.acc_grads, state.acc_weight, state.acc_extra_args
-    acc_grads, acc_weight, acc_extra_args = jax.tree.map(change, sums)
-    return state._replace(
-        acc_grads=acc_grads, acc_weight=acc_weight, acc_extra_args=acc_extra_args
+    """The state with its sums of weights and of extra arguments changed."""
+    acc_weight, acc_extra_args = jax.tree.map(
+        change, (state.acc_weight, state.acc_extra_args)
     )
+    return state._replace(acc_weight=acc_weight, acc_extra_args=acc_extra_args)
 
 
 def _averaged(extras: dict[str, Window], extra_args: dict[str, Any]) -> dict[str, Any]:

@@ -266,6 +266,72 @@ def for_num_devices(state: PyTree, params: PyTree, num_devices: int) -> PyTree:
     return jax.tree.map(one, state, is_leaf=is_accumulator)
 
 
+def saveable(state: PyTree) -> PyTree:
+    """The state with its unreduced sums as arrays that can be read and saved.
+
+    What is unreduced on an explicit mesh is a part of a sum on every device, and not an
+    array that could be written to a file. Here it gets a leading axis of devices. A
+    state of ``jax.shard_map`` has that axis already, and is returned as it is.
+
+    Args:
+      state: an optimizer's state, outside of ``jit``.
+
+    Returns:
+      The state, in which every number stays on the device where it is.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from jax.sharding import AxisType
+      >>> from gradacc_jax import accumulate, restored, saveable
+      >>> tx = accumulate(optax.sgd(0.5), 2, axis_name="data")
+      >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+      >>> with jax.set_mesh(mesh):
+      ...     state = jax.jit(tx.init)(jnp.zeros(3))
+      >>> saved = saveable(state)
+      >>> print(saved.acc_grads.shape, restored(saved, state).acc_grads.shape)
+      (1, 3) (3,)
+    """
+
+    def leaf(x: Any) -> Any:
+        axes = reduction.unreduced_axes(x)
+        if not axes:
+            return x
+        spec = PartitionSpec(axes, *x.sharding.spec.partitions)
+        shape = (math.prod(x.sharding.mesh.shape[name] for name in axes), *x.shape)
+        return jax.make_array_from_single_device_arrays(
+            shape,
+            NamedSharding(x.sharding.mesh, spec),
+            [shard.data[None] for shard in x.addressable_shards],
+        )
+
+    with jax.set_mesh(None):  # each shard is on a device of its own
+        return jax.tree.map(leaf, state)
+
+
+def restored(saved: PyTree, like: PyTree) -> PyTree:
+    """The state of which :func:`saveable` made ``saved``, on the same mesh.
+
+    Args:
+      saved: what it returned, or what was read from a checkpoint of that.
+      like: a state with the right types, such as that of ``jax.jit(tx.init)(params)``.
+
+    Returns:
+      The state, to the bit.
+    """
+
+    def leaf(x: Any, one: Any) -> Any:
+        if not reduction.unreduced_axes(one):
+            return x
+        return jax.make_array_from_single_device_arrays(
+            one.shape,
+            one.sharding,
+            [jnp.squeeze(shard.data, 0) for shard in x.addressable_shards],
+        )
+
+    with jax.set_mesh(None):
+        return jax.tree.map(leaf, saved, like)
+
+
 def _first(x: jax.Array, num_devices: int) -> jax.Array:
     """What one device holds, and zeros for the others."""
     return jnp.concatenate([x[None], jnp.zeros((num_devices - 1, *x.shape), x.dtype)])
@@ -320,14 +386,16 @@ def _with_device_axes(
             return node
         shapes = {path: jnp.shape(x) for path, x in _leaves(params)}
 
-        def sums(path: Any, total: Any, spec: PartitionSpec) -> PartitionSpec:
+        def sums(path: Any, total: Any, spec: PartitionSpec) -> Any:
+            if precision.is_masked(total):
+                return total
             whole = total.shape[1:] == shapes[path]
             return PartitionSpec(first, *spec) if whole else PartitionSpec(first)
 
         alone = PartitionSpec(first)
         return node._replace(
             acc_grads=jax.tree_util.tree_map_with_path(
-                sums, held.acc_grads, node.acc_grads
+                sums, held.acc_grads, node.acc_grads, is_leaf=precision.is_masked
             ),
             acc_weight=alone,
             acc_extra_args=jax.tree.map(lambda _: alone, held.acc_extra_args),
