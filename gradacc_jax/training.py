@@ -44,6 +44,7 @@ def train_step(
     unroll: int = 1,
     mesh: jax.sharding.Mesh | None = None,
     axis_name: Any = None,
+    out_shardings: Any = None,
     donate: bool = True,
 ) -> Callable[..., tuple[PyTree, PyTree, StepMetrics]]:
     """Compiles a loss and an optimizer into one training step.
@@ -104,6 +105,10 @@ def train_step(
         all-reduce of gradients in a window: give it to ``accumulate`` too, which then
         reduces when the window closes, and make its state by
         :func:`gradacc_jax.init_on_mesh`.
+      out_shardings: where the new parameters and state are to be, ``(of_params,
+        of_state)``, as for ``jax.jit``. By default XLA decides: of a state that is
+        sharded otherwise than the parameters (:func:`gradacc_jax.state_shardings` with
+        ``shard_over``) it makes parameters that are sharded too.
       donate: whether parameters and state are updated in place. The arguments are then
         gone after the call: copy what is to be kept, ``jax.tree.map(jnp.copy, p)``.
 
@@ -192,8 +197,12 @@ def train_step(
             return one(params, state, batch, key)
         return _on_mesh(one, mesh, options, params, state, batch, key)
 
+    where = None if out_shardings is None else (*out_shardings, None)
     return jax.jit(
-        step, static_argnames=("emit",), donate_argnums=(0, 1) if donate else ()
+        step,
+        static_argnames=("emit",),
+        donate_argnums=(0, 1) if donate else (),
+        out_shardings=where,
     )
 
 

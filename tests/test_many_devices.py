@@ -952,6 +952,24 @@ def test_under_plain_jit_each_micro_batch_is_reduced_and_the_numbers_are_the_sam
     assert_close(params, expected)
 
 
+def test_moments_and_sums_may_be_sharded_where_parameters_are_not():
+    # ZeRO-2: XLA would shard the parameters as well after the first step.
+    mesh, inner = mesh_of(4), lenient(optax.adam(1e-2))
+    params = jax.device_put(parameters(), NamedSharding(mesh, P()))
+    tx = accumulate(inner, K)
+    of_params = jax.tree.map(lambda x: x.sharding, params)
+    of_state = state_shardings(tx, params, shard_over="data")
+    state = jax.jit(tx.init, out_shardings=of_state)(params)
+    step = train_step(loss, tx, weight_fn=tokens, out_shardings=(of_params, of_state))
+    for batch in BATCHES:
+        batch = jax.device_put(batch, NamedSharding(mesh, P("data")))
+        params, state, _ = step(params, state, batch)
+    assert params["kernel"].sharding.is_fully_replicated
+    assert state.acc_grads["kernel"].addressable_shards[0].data.size == 32
+    expected, _ = full_batches(inner, BATCHES)
+    assert_close(params, expected, eps=40)
+
+
 @pytest.mark.parametrize("in_step", [False, True])
 def test_parameters_sharded_as_in_fsdp_stay_sharded_and_the_numbers_are_the_same(
     in_step,
