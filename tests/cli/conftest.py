@@ -17,6 +17,7 @@ SMALL = (
     *("--seq-len", "16", "--micro-batch", "2", "--num-microbatches", "3"),
     *("--num-layers", "2", "--embed-dim", "8", "--num-heads", "1"),
     *("--steps", "4", "--learning-rate", "0.5", "--checkpoint-every", "2"),
+    *("--devices", "1"),
 )
 SGD = ("--optimizer", "sgd", "--schedule", "constant", "--warmup-steps", "0")
 
@@ -58,7 +59,7 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def checkpoints_of(folder: Path) -> list[int]:
-    """The micro-steps of which there are checkpoints."""
+    """After how many sequences there are checkpoints; a micro-step has two."""
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 

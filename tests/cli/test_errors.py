@@ -78,7 +78,9 @@ def test_numbers_that_disagree_and_unknown_optimizers_are_errors(fails, tmp_path
     out = tmp_path / "run"
     numbers = ("--global-batch", "8", "--micro-batch", "4")
     alias = ("--gradient-accumulation-steps", "3")
-    assert "disagree: 4 x 3 = 12" in fails("--out", str(out), *numbers, *alias)
+    assert "disagree: 4 x 3 = 12" in fails(
+        "--out", str(out), "--devices", "1", *numbers, *alias
+    )
     assert "mean" not in fails("--out", str(out), "--optimizer", "sdg")
     assert not out.exists()
 
@@ -143,7 +145,7 @@ def test_a_checkpoint_of_another_model_is_an_error(fails, finished, tmp_path):
     (run / "config.json").write_text(json.dumps(config))
     before = contents_of(run)
     error = fails("--resume", "--out", str(run))
-    assert "checkpoints/12 was made with embed_dim=8, not with embed_dim=16" in error
+    assert "checkpoints/24 was made with embed_dim=8, not with embed_dim=16" in error
     assert contents_of(run) == before
 
 
