@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 from typing import Any
 
 import jax
@@ -60,13 +61,26 @@ def join(coordinator: str | None, processes: int | None, index: int | None) -> N
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[None]:
-    """Lets the first process alone print; errors are told by each."""
-    if jax.process_index() == 0:
+def one_of_several() -> Iterator[None]:
+    """Lets the first process alone print, and each tell its errors.
+
+    Raises:
+        CommandError: another process is gone, and with it the arrays of its devices.
+    """
+    if jax.process_count() == 1:
         yield
         return
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        yield
+    others = open(os.devnull, "w") if jax.process_index() else sys.stdout
+    try:
+        with contextlib.redirect_stdout(others):
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        raise CommandError(
+            f"process {jax.process_index()} of {jax.process_count()}: "
+            f"{first_line(error)}; if another process was lost, start all of them "
+            "again with --resume",
+            code=1,
+        ) from error
 
 
 def meet(where: str) -> None:

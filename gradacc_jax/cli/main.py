@@ -285,7 +285,7 @@ def _train(
     if "text" in given:  # The run may be resumed from elsewhere.
         given["text"] = tuple(str(path.absolute()) for path in given["text"])
 
-    with devices.one_voice():
+    with devices.one_of_several():
         return train(
             given,
             folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S")),

@@ -19,6 +19,12 @@ SMALL = (
     *("--steps", "4", "--learning-rate", "0.5", "--checkpoint-every", "2"),
     *("--devices", "1"),
 )
+# 16 sequences a step, to be spread over devices.
+SPREAD = (
+    *("--seq-len", "16", "--global-batch", "16"),
+    *("--num-layers", "2", "--embed-dim", "8", "--num-heads", "2"),
+    *("--steps", "4", "--learning-rate", "0.5", "--checkpoint-every", "2"),
+)
 SGD = ("--optimizer", "sgd", "--schedule", "constant", "--warmup-steps", "0")
 
 
@@ -41,6 +47,21 @@ def finished_and_said(tmp_path_factory, text) -> tuple[Path, str]:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main(["train", *options]) == 0
     return folder, said.getvalue()
+
+
+@pytest.fixture(scope="session")
+def begin(text) -> tuple[str, ...]:
+    """The command that begins a run on several devices; they and its folder follow."""
+    return ("train", "--text", text, *SPREAD, *SGD)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory, begin) -> Path:
+    """The folder of that run on one device. Not to be written to."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    options = ("--devices", "1", "--micro-batch", "8", "--out", str(folder))
+    assert main([*begin, *options]) == 0
+    return folder
 
 
 @pytest.fixture
@@ -85,3 +106,17 @@ def assert_same_run(a: Path, b: Path) -> None:
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
         assert x.dtype == y.dtype
         assert x.tobytes() == y.tobytes()
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    """Equal losses and parameters, but for rounding: sums of other parts."""
+    ours, theirs = metrics_of(a), metrics_of(b)
+    assert [r["weight"] for r in ours] == [r["weight"] for r in theirs]
+    for name in ("loss", "grad_norm"):
+        expected = [r[name] for r in theirs]
+        np.testing.assert_allclose([r[name] for r in ours], expected, rtol=1e-6)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
+        arrays_of(a)["params"],
+        arrays_of(b)["params"],
+    )

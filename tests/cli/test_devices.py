@@ -1,81 +1,126 @@
 """`gradacc train` on several devices: one model, however its batch is spread."""
 
+import contextlib
+import io
 import os
 import shutil
 import signal
 
 import jax
-import numpy as np
 import pytest
 
 from gradacc_jax.cli import report
 from gradacc_jax.cli.main import main
 
-from .conftest import SGD, arrays_of, assert_same_run, checkpoints_of, metrics_of
-
-# 16 sequences a step, with unequal weights.
-MODEL = (
-    *("--seq-len", "16", "--global-batch", "16"),
-    *("--num-layers", "2", "--embed-dim", "8", "--num-heads", "2"),
-    *("--steps", "4", "--learning-rate", "0.5", "--checkpoint-every", "2"),
+from .conftest import (
+    arrays_of,
+    assert_same_run,
+    assert_same_training,
+    checkpoints_of,
 )
 
 
-@pytest.fixture(scope="module")
-def begin(text):
-    """The command that begins a run, but for its folder and devices."""
-    return ("train", "--text", text, *MODEL, *SGD)
+@pytest.fixture(scope="module", autouse=True)
+def _quickly_compiled():
+    """Programs that are as right, and take half as long to compile."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, begin):
-    """The folder of a run on one device. Not to be written to."""
-    folder = tmp_path_factory.mktemp("alone") / "run"
-    options = ("--devices", "1", "--micro-batch", "8", "--out", str(folder))
-    assert main([*begin, *options]) == 0
-    return folder
+def on_eight(tmp_path_factory, begin):
+    """The folder of a run on eight devices, and what it said. Not to be written to."""
+    folder = tmp_path_factory.mktemp("on eight") / "run"
+    options = ("--devices", "8", "--micro-batch", "1", "--out", str(folder))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([*begin, *options]) == 0
+    return folder, said.getvalue()
 
 
-def assert_same_training(a, b):
-    """Equal losses and parameters, but for rounding: sums of other parts."""
-    ours, theirs = metrics_of(a), metrics_of(b)
-    assert [r["weight"] for r in ours] == [r["weight"] for r in theirs]
-    for name in ("loss", "grad_norm"):
-        expected = [r[name] for r in theirs]
-        np.testing.assert_allclose([r[name] for r in ours], expected, rtol=1e-6)
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
-        arrays_of(a)["params"],
-        arrays_of(b)["params"],
-    )
+@pytest.fixture
+def stop_at(monkeypatch):
+    """Sends the process a Ctrl-C while a given micro-step is under way."""
+    shown = report.Reporter.micro_step
+
+    def set_to(stop):
+        def micro_step(self, number):
+            shown(self, number)
+            if number == stop:
+                os.kill(os.getpid(), signal.SIGINT)
+
+        monkeypatch.setattr(report.Reporter, "micro_step", micro_step)
+
+    return set_to
+
+
+def test_on_eight_devices_a_run_is_that_of_one(on_eight, alone):
+    folder, said = on_eight
+    assert (
+        "devices: 8 (cpu), data=8; gradients summed over data once a step\n"
+        "step: 16 sequences of 16 bytes in 2 micro-batches of 1 on each of 8 devices"
+    ) in said
+    assert_same_training(folder, alone)
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            "--devices 8 --micro-batch 1",
-            "devices: 8 (cpu), data=8; gradients summed over data once a step\n"
-            "step: 16 sequences of 16 bytes in 2 micro-batches of 1 on each of 8 dev",
-        ),
-        (
-            "--devices 4 --micro-batch 2 --sharding fsdp",
-            "data=4; parameters and optimizer state spread over data",
-        ),
-        (
+        pytest.param(
             "--devices 4 --micro-batch 2 --model-parallel 2",
             "data=2 x model=2; layers shared over model; gradients summed over data "
             "once a step\nstep: 16 sequences of 16 bytes in 4 micro-batches of 2 on "
             "each of 2 groups of 2 devices",
+            marks=pytest.mark.slow,
         ),
-        ("--devices 2 --micro-batch 2 --in-step --verify", "verify: equal to 4 steps"),
-        ("--devices 4 --micro-batch 2 --sharding fsdp --in-step", "data=4; parameters"),
+        pytest.param(
+            "--devices 4 --micro-batch 2 --sharding fsdp",
+            "data=4; parameters and optimizer state spread over data",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--devices 4 --micro-batch 2 --sharding fsdp --model-parallel 2 --in-step",
+            "data=2 x model=2; layers shared over model; parameters and optimizer sta",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "--devices 4 --micro-batch 1 --model-parallel 2 --in-step --verify",
+            "verify: equal to 4 steps",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_the_run_is_that_of_one_device(
+def test_however_it_is_spread_a_run_is_that_of_one_device(
     tmp_path, begin, alone, capsys, options, said
 ):
     out = tmp_path / "run"
     assert main([*begin, *options.split(), "--out", str(out)]) == 0
     assert said in capsys.readouterr().out
     assert_same_training(out, alone)
+
+
+def test_stopped_within_a_step_it_goes_on_on_as_many_devices_or_on_others(
+    tmp_path, begin, on_eight, stop_at, capsys
+):
+    unstopped, _ = on_eight
+    run, other = tmp_path / "run", tmp_path / "other"
+    stop_at(3)
+    options = ("--devices", "8", "--micro-batch", "1", "--out", str(run))
+    assert main([*begin, *options]) == 130
+    assert checkpoints_of(run)[-1] == 24  # a step and the first half of one
+    shutil.copytree(run, other)
+    sums = jax.tree.leaves(arrays_of(run)["state"]["acc_grads"])
+    assert {x.shape[0] for x in sums} == {8}
+    capsys.readouterr()
+
+    stop_at(None)
+    assert main(["train", "--resume", "--out", str(run)]) == 0
+    assert_same_run(run, unstopped)
+
+    # On half as many devices the window has twice as many micro-batches, and is
+    # entered in its second half as well.
+    assert main(["train", "--resume", "--out", str(other), "--devices", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "16 bytes in 4 micro-batches of 1 on each of 4 devices" in said
+    assert "resumed after micro-step 6 of 16 (step 1 of 4 and 2 of 4 micro-" in said
+    assert_same_training(other, unstopped)

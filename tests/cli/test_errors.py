@@ -9,8 +9,9 @@ import sys
 import pytest
 
 import gradacc_jax
-from gradacc_jax.cli import output
+from gradacc_jax.cli import output, train
 from gradacc_jax.cli.main import main
+from gradacc_jax.cli.settings import CommandError, Settings
 
 from .conftest import SGD, SMALL, contents_of
 
@@ -126,6 +127,28 @@ def test_resuming_another_model_names_every_difference(fails, finished):
     assert "num_layers=2, embed_dim=8, not with num_layers=3, embed_dim=16" in error
     assert "learning_rate" not in error
     assert contents_of(finished) == before
+
+
+def test_more_devices_than_there_are_is_an_error(fails, text, finished):
+    error = fails("--text", text, "--devices", "9", *SGD)
+    assert "--devices=9, and there are 8 of kind cpu; choose --devices 8" in error
+    assert "set JAX_NUM_CPU_DEVICES=9" in error
+    error = fails("--resume", "--out", str(finished), "--devices", "4")
+    assert "--global-batch=6 does not divide over 4 devices; choose 4 or 8" in error
+
+
+def test_resuming_within_a_step_needs_micro_steps_that_end_there():
+    settings = Settings(global_batch=48, micro_batch=6, num_microbatches=2, devices=4)
+    assert train._micro_step(settings, 48 + 24) == 3
+    with pytest.raises(CommandError) as error:
+        train._micro_step(settings, 48 + 16)
+    assert str(error.value) == (
+        "the run was stopped within a step, after 16 of 48 sequences, which are no "
+        "number of micro-steps of 24 (--micro-batch=6 on 4 devices); choose "
+        "--micro-batch 4"
+    )
+    with pytest.raises(CommandError, match="go on as it was until the step has ended"):
+        train._micro_step(settings, 48 + 6)
 
 
 def test_resuming_on_other_text_is_an_error(fails, finished, tmp_path):
