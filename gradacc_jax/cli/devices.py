@@ -18,7 +18,6 @@ import contextlib
 import dataclasses
 import functools
 import os
-import sys
 from typing import Any
 
 import jax
@@ -70,9 +69,11 @@ def one_of_several() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    others = open(os.devnull, "w") if jax.process_index() else sys.stdout
     try:
-        with contextlib.redirect_stdout(others):
+        with contextlib.ExitStack() as silence:
+            if jax.process_index():
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(contextlib.redirect_stdout(nowhere))
             yield
     except jax.errors.JaxRuntimeError as error:
         raise CommandError(

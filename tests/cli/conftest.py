@@ -87,8 +87,14 @@ def checkpoints_of(folder: Path) -> list[int]:
 def arrays_of(folder: Path) -> dict:
     """Parameters and optimizer state of the last checkpoint."""
     path = folder / "checkpoints" / str(checkpoints_of(folder)[-1]) / "arrays"
-    with ocp.StandardCheckpointer() as checkpointer:
-        return jax.tree.map(np.asarray, checkpointer.restore(path.absolute()))
+    # As NumPy arrays: the devices that wrote it may not be here.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.metadata(path.absolute()).item_metadata.tree
+        as_numpy = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+        )
+        restore = ocp.args.PyTreeRestore(restore_args=as_numpy)
+        return checkpointer.restore(path.absolute(), args=restore)
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:

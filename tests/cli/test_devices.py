@@ -9,7 +9,7 @@ import signal
 import jax
 import pytest
 
-from gradacc_jax.cli import report
+from gradacc_jax.cli import report, train
 from gradacc_jax.cli.main import main
 
 from .conftest import (
@@ -36,6 +36,13 @@ def on_eight(tmp_path_factory, begin):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert main([*begin, *options]) == 0
     return folder, said.getvalue()
+
+
+@pytest.fixture
+def _only_trained(monkeypatch):
+    """Leaves out what a run compiles when it has been trained."""
+    monkeypatch.setattr(train, "_held_out_loss", lambda *_: None)
+    monkeypatch.setattr(train, "_sample", lambda *_: "")
 
 
 @pytest.fixture
@@ -99,6 +106,7 @@ def test_however_it_is_spread_a_run_is_that_of_one_device(
     assert_same_training(out, alone)
 
 
+@pytest.mark.usefixtures("_only_trained")
 def test_stopped_within_a_step_it_goes_on_on_as_many_devices_or_on_others(
     tmp_path, begin, on_eight, stop_at, capsys
 ):
