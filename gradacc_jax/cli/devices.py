@@ -54,8 +54,8 @@ def join(coordinator: str | None, processes: int | None, index: int | None) -> N
         jax.distributed.initialize(coordinator, processes, index)
     except (RuntimeError, ValueError) as error:
         raise CommandError(
-            f"--distributed: {first_line(error)}; give --coordinator HOST:PORT, "
-            "--num-processes N and --process-id I"
+            f"--distributed: {first_line(error).rstrip('.')}; give --coordinator "
+            "HOST:PORT, --num-processes N and --process-id I"
         ) from error
 
 

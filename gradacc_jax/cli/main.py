@@ -235,6 +235,7 @@ def _add_devices(devices: "argparse._ArgumentGroup") -> None:
     )
     devices.add_argument(
         "--coordinator",
+        type=_address,
         metavar="HOST:PORT",
         default=None,
         help="where process 0 is; these three are found by JAX under Slurm, Open MPI, "
@@ -321,6 +322,13 @@ def _at_least(least: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, not {text!r}")
+    return text
 
 
 def _path(text: str) -> Path:

@@ -17,6 +17,7 @@ from .conftest import (
     assert_same_run,
     assert_same_training,
     checkpoints_of,
+    metrics_of,
 )
 
 
@@ -132,3 +133,20 @@ def test_stopped_within_a_step_it_goes_on_on_as_many_devices_or_on_others(
     assert "16 bytes in 4 micro-batches of 1 on each of 4 devices" in said
     assert "resumed after micro-step 6 of 16 (step 1 of 4 and 2 of 4 micro-" in said
     assert_same_training(other, unstopped)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_only_trained")
+def test_between_steps_it_goes_on_with_any_micro_batch(tmp_path, on_eight, alone):
+    run, expected = tmp_path / "run", tmp_path / "expected"
+    shutil.copytree(on_eight[0], run)
+    shutil.copytree(alone, expected)
+    # Two micro-batches a step become one, for which there are no sums, and then four.
+    for options in (
+        "--steps 5 --devices 4 --micro-batch 4",
+        "--steps 6 --devices 2 --num-microbatches 4",
+    ):
+        assert main(["train", "--resume", "--out", str(run), *options.split()]) == 0
+    assert main(["train", "--resume", "--out", str(expected), "--steps", "6"]) == 0
+    assert len(metrics_of(run)) == 6
+    assert_same_training(run, expected)
