@@ -7,10 +7,13 @@ import shutil
 import signal
 
 import jax
+import optax
 import pytest
 
-from gradacc_jax.cli import report, train
+import gradacc_jax
+from gradacc_jax.cli import devices, report, train
 from gradacc_jax.cli.main import main
+from gradacc_jax.cli.settings import Settings
 
 from .conftest import (
     arrays_of,
@@ -150,3 +153,16 @@ def test_between_steps_it_goes_on_with_any_micro_batch(tmp_path, on_eight, alone
     assert main(["train", "--resume", "--out", str(expected), "--steps", "6"]) == 0
     assert len(metrics_of(run)) == 6
     assert_same_training(run, expected)
+
+
+@pytest.mark.parametrize("sharding", ["data", "fsdp"])
+def test_moments_of_other_shapes_than_parameters_are_whole(sharding):
+    settings = Settings(devices=8, model_parallel=2, sharding=sharding, embed_dim=128)
+    placement = devices.place(settings)
+    tx = gradacc_jax.accumulate(optax.adafactor(0.1), 4, axis_name=placement.axis_name)
+    state = placement.like_state(tx, settings)
+    for name in ("query_key_value", "mlp_out"):
+        row = state.inner_state[0].v_row["blocks"][name]["kernel"]
+        total = state.acc_grads["blocks"][name]["kernel"]
+        assert row.sharding.is_fully_replicated
+        assert not total.sharding.is_fully_replicated
