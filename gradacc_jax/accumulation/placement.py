@@ -77,7 +77,7 @@ def state_specs(
 
     def look() -> PyTree:
         state = tx.init(shapes)
-        specs = _like_params(tx, state, param_specs, PartitionSpec())
+        specs = _like_params(tx, state, params, param_specs, PartitionSpec())
         found.append(_with_device_axes(state, specs, shapes, axes))
         return state
 
@@ -140,7 +140,8 @@ def state_shardings(
         )
     where = jax.tree.map(lambda x: _spread(x, shard_over), params)
     state = jax.eval_shape(tx.init, params)
-    return _like_params(tx, state, where, NamedSharding(mesh, PartitionSpec()))
+    other = NamedSharding(mesh, PartitionSpec())
+    return _like_params(tx, state, params, where, other)
 
 
 def init_on_mesh(
@@ -359,12 +360,24 @@ def _bound(look: Callable[[], PyTree], axes: reduction.Axes) -> Callable[[], PyT
 
 
 def _like_params(
-    tx: optax.GradientTransformation, state: PyTree, of_params: PyTree, other: Any
+    tx: optax.GradientTransformation,
+    state: PyTree,
+    params: PyTree,
+    of_params: PyTree,
+    other: Any,
 ) -> PyTree:
+    """``of_params`` where the state has arrays like the parameters, else ``other``."""
+
+    def one(x: Any, param: Any, of_param: Any) -> Any:
+        # Factored moments (adafactor) have a parameter each, and shapes of their own.
+        shape, like = getattr(x, "shape", ()), jnp.shape(param)
+        return of_param if like in (shape, shape[1:]) else other
+
     return optax.tree.map_params(
         tx,
-        lambda _, of_param: of_param,
+        one,
         state,
+        params,
         of_params,
         transform_non_params=lambda _: other,
         is_leaf=precision.is_masked,

@@ -25,6 +25,9 @@ from gradacc_jax.cli.text import SEPARATOR, Batch
 NUM_BYTES = 256
 # The values of a block that --remat can name.
 NAMES = ("query_key_value", "attention", "mlp_in")
+# The axis of a layer's matrix that --model-parallel devices share: of the first product
+# its outputs (whole heads), of the second its inputs, so that a layer needs two sums.
+SHARED_AXES = {"query_key_value": -1, "attention_out": -2, "mlp_in": -1, "mlp_out": -2}
 
 PyTree = Any
 Params = dict[str, Any]
@@ -149,8 +152,13 @@ class Transformer(nnx.Module):
 def create(settings: Settings) -> tuple[Forward, Params]:
     """Makes the model of a run: a pure `forward(params, tokens)` and its parameters."""
     # One program, instead of one for every little operation of the init.
-    made = nnx.jit(functools.partial(_make, settings))()
-    return forward(settings), nnx.to_pure_dict(nnx.state(made))
+    return forward(settings), jax.jit(functools.partial(init, settings))()
+
+
+def init(settings: Settings) -> Params:
+    """The parameters that a run begins with; to be compiled."""
+    params: Params = nnx.to_pure_dict(nnx.state(_make(settings)))
+    return params
 
 
 def forward(settings: Settings) -> Forward:

@@ -27,7 +27,7 @@ def test_a_run_leaves_its_configuration_metrics_curve_and_checkpoints(finished):
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert set(records[0]) == {"step", "loss", "grad_norm", "weight", "skipped"}
     assert records[-1]["loss"] < records[0]["loss"]
-    assert checkpoints_of(finished) == [6, 12]
+    assert checkpoints_of(finished) == [12, 24]
     assert int(arrays_of(finished)["state"]["gradient_step"]) == 4
     assert matplotlib.image.imread(finished / "loss.png").std() > 0
 
@@ -74,7 +74,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_it_has(
     assert error.count("\n") == 1
     records = metrics_of(out)
     assert all(np.isfinite(record["loss"]) for record in records)
-    assert checkpoints_of(out)[-1] == 3 * len(records)
+    assert checkpoints_of(out)[-1] == 6 * len(records)
 
 
 def test_a_run_that_only_skips_is_ended(tmp_path, text, capsys):
