@@ -267,7 +267,7 @@ def for_num_devices(state: PyTree, params: PyTree, num_devices: int) -> PyTree:
     return jax.tree.map(one, state, is_leaf=is_accumulator)
 
 
-def saveable(state: PyTree) -> PyTree:
+def saveable_state(state: PyTree) -> PyTree:
     """The state with its unreduced sums as arrays that can be read and saved.
 
     What is unreduced on an explicit mesh is a part of a sum on every device, and not an
@@ -283,13 +283,13 @@ def saveable(state: PyTree) -> PyTree:
     Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from jax.sharding import AxisType
-      >>> from gradacc_jax import accumulate, restored, saveable
+      >>> from gradacc_jax import accumulate, restored_state, saveable_state
       >>> tx = accumulate(optax.sgd(0.5), 2, axis_name="data")
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
       >>> with jax.set_mesh(mesh):
       ...     state = jax.jit(tx.init)(jnp.zeros(3))
-      >>> saved = saveable(state)
-      >>> print(saved.acc_grads.shape, restored(saved, state).acc_grads.shape)
+      >>> saved = saveable_state(state)
+      >>> print(saved.acc_grads.shape, restored_state(saved, state).acc_grads.shape)
       (1, 3) (3,)
     """
 
@@ -309,8 +309,8 @@ def saveable(state: PyTree) -> PyTree:
         return jax.tree.map(leaf, state)
 
 
-def restored(saved: PyTree, like: PyTree) -> PyTree:
-    """The state of which :func:`saveable` made ``saved``, on the same mesh.
+def restored_state(saved: PyTree, like: PyTree) -> PyTree:
+    """The state of which :func:`saveable_state` made ``saved``, on the same mesh.
 
     Args:
       saved: what it returned, or what was read from a checkpoint of that.
@@ -318,6 +318,13 @@ def restored(saved: PyTree, like: PyTree) -> PyTree:
 
     Returns:
       The state, to the bit.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate, restored_state, saveable_state
+      >>> state = accumulate(optax.sgd(0.5), 2).init(jnp.zeros(3))
+      >>> print(restored_state(saveable_state(state), state).acc_grads)
+      [0. 0. 0.]
     """
 
     def leaf(x: Any, one: Any) -> Any:
