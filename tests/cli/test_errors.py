@@ -163,6 +163,7 @@ def test_resuming_on_other_text_is_an_error(fails, finished, tmp_path):
     assert contents_of(finished) == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_an_error(fails, finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)

@@ -80,6 +80,7 @@ def test_a_run_stopped_by_sigterm_and_then_killed_ends_bitwise_equal(tmp_path, t
     assert_same_run(run, unstopped)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_ctrl_c_ends_bitwise_equal(
     tmp_path, text, finished, monkeypatch, capsys
 ):
@@ -104,6 +105,7 @@ def test_a_run_stopped_by_ctrl_c_ends_bitwise_equal(
     assert_same_run(run, finished)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(
     tmp_path, text, finished, capsys
 ):
@@ -118,6 +120,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     assert_same_run(run, finished)
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_a_constant_learning_rate_can_be_made_longer(
     tmp_path, finished
 ):

@@ -7,6 +7,7 @@ import jax
 import matplotlib.image
 import numpy as np
 import optax
+import pytest
 
 import gradacc_jax
 from gradacc_jax.cli import train
@@ -51,6 +52,7 @@ def test_a_run_says_what_it_does_and_what_it_saves(finished_and_said):
     assert all(float(difference) < 1e-5 for difference in found.groups())
 
 
+@pytest.mark.slow
 def test_verify_fails_where_accumulation_is_wrong(tmp_path, text, capsys, monkeypatch):
     def wrong(optimizer, *args, **kwargs):
         scaled = optax.chain(optax.scale(1.01), optimizer)
@@ -63,6 +65,7 @@ def test_verify_fails_where_accumulation_is_wrong(tmp_path, text, capsys, monkey
     assert "verify: DIFFERS FROM 4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_it_has(
     tmp_path, text, capsys
 ):
@@ -77,6 +80,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_it_has(
     assert checkpoints_of(out)[-1] == 6 * len(records)
 
 
+@pytest.mark.slow
 def test_a_run_that_only_skips_is_ended(tmp_path, text, capsys):
     out = tmp_path / "run"
     run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD]
