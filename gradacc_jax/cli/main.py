@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import gradacc_jax
+from gradacc_jax.cli import plan
 from gradacc_jax.cli.settings import DEFAULTS, CommandError
 
 # Of the extra `cli`: what is imported, and by what name it is installed.
@@ -79,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
             argument_default=argparse.SUPPRESS,
         )
     )
+    plan.add_commands(commands)
     return parser
 
 

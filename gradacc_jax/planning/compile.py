@@ -5,7 +5,7 @@ compiled for devices that its compiler makes up. The bytes are those of the exec
 what it is given, what it returns, what of that shares memory, and its temporaries.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ PyTree = Any
 # GPUs assigns the same memory whatever LLVM and ptxas do after it, and with products by
 # cuBLAS, as most are on a GPU that is there, their workspace is in the program. XLA for
 # TPUs does not: its quick programs need a little more.
-QUICK = {
+QUICK: dict[str, dict[str, Any]] = {
     "gpu": {
         "xla_backend_optimization_level": 0,
         "xla_gpu_autotune_level": 0,
@@ -38,7 +38,7 @@ QUICK = {
     "tpu": {"optimization_level": "O0"},
 }
 # Where the quick options change no byte, they are used throughout.
-EXACT = {"gpu": QUICK["gpu"], "tpu": {}}
+EXACT: dict[str, dict[str, Any]] = {"gpu": QUICK["gpu"], "tpu": {}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def estimate_memory(
     """
     target = Target.of(chip)
     traced = target.trace(fun, args, donate_argnums)
-    return target.compile(traced, donate_argnums=donate_argnums).memory
+    return target.compile(traced).memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,10 +145,17 @@ class Traced:
 
 @dataclasses.dataclass(frozen=True)
 class Built:
-    """A compiled program, or the compiler's refusal."""
+    """A compiled program, or the compiler's refusal.
+
+    Attributes:
+      memory: what it needs.
+      program: the executable; None where it was refused.
+      options: what the compiler was told.
+    """
 
     memory: MemoryEstimate
     program: Any
+    options: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,15 +231,12 @@ class Target:
             stage = fun.trace(*placed, **kwargs)
         return Traced(stage, costs.cost(stage.jaxpr, self.chip, count), count)
 
-    def compile(
-        self, traced: Traced, *, quick: bool = False, donate_argnums: Any = ()
-    ) -> Built:
+    def compile(self, traced: Traced, *, quick: bool = False) -> Built:
         """Compiles, and reads the memory.
 
         Args:
           traced: the program.
           quick: whether a little too much memory is as good, and time is short.
-          donate_argnums: as it was traced with.
         """
         platform, absent = self.chip.platform, not self.is_here
         options = (QUICK if quick else EXACT).get(platform, {}) if absent else {}
@@ -246,7 +250,7 @@ class Target:
         except jax.errors.JaxRuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            return Built(_refusal(traced, workspace, notes, error), None)
+            return Built(_refusal(traced, workspace, notes, error), None, options)
         found = program.memory_analysis()
         if found is None:
             raise NotImplementedError(
@@ -266,6 +270,7 @@ class Target:
                 *sizes, peak, traced.cost.flops, workspace=workspace, notes=notes
             ),
             program,
+            options,
         )
 
     def _workspace(self, cost: costs.Cost) -> int:

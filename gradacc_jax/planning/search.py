@@ -18,6 +18,7 @@ given, and so the same question has the same answer.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -198,9 +199,7 @@ class Search:
         what = f"micro-batch {split.size} x {split.k}, policy {variant.policy}, "
         built = self.target.compile(way.traced, quick=quick)
         way.memory, way.program = built.memory, built.program
-        platform, absent = self.target.chip.platform, not self.target.is_here
-        options = (QUICK if quick else EXACT).get(platform, {}) if absent else {}
-        way.options = tuple(sorted(options.items()))
+        way.options = tuple(sorted(built.options.items()))
         need = bytes_text(built.memory.peak)
         fits = "fits" if self._fits(way) else "does not fit"
         self.progress(f"{what}{variant.form}: {need}, {fits}")
@@ -347,20 +346,23 @@ class Search:
         """The other form, where it may allow a larger micro-batch, or any at all."""
         if best is None:
             return self._best_of(variants) if self.splits[0].k > 1 else None
-        for variant in variants:
-            if variant.policy != best.variant.policy:
+        same = [v for v in variants if v.policy == best.variant.policy]
+        larger = [s for s in self.splits if s.k > 1 and s.size > best.split.size]
+        base, slope = self._line(best.variant)
+        for variant, split in itertools.product(same, larger):
+            if not self._beats(self.way(variant, split), best):
+                self._skip(variant, "no faster at its best")
                 continue
-            for split in self.splits:
-                larger = split.k > 1 and split.size > best.split.size
-                if not larger:
-                    continue
-                if not self._beats(self.way(variant, split), best):
-                    self._skip(variant, "no faster at its best")
-                    continue
-                way = self.compiled(variant, split)
-                if not self._fits(way):
-                    break
-                best = way
+            # The forms differ by the sums at most, which are no larger than what the
+            # step is given.
+            assert best.memory is not None
+            if base + slope * split.size - best.memory.arguments > self.limit:
+                self._skip(variant, "no smaller than in one call")
+                break
+            way = self.compiled(variant, split)
+            if not self._fits(way):
+                break
+            best = way
         return best
 
     def _proved(self, best: _Way | None) -> _Way | None:
