@@ -114,6 +114,14 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "inside the program; the same losses, but for rounding",
     )
 
+    batch.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="plan micro-batch and --remat for so much memory, such as 24GiB, or for "
+        "what the device has (auto), at the same global batch; and again, with a "
+        "smaller micro-batch, should the device run out of memory",
+    )
+
     model = parser.add_argument_group("model")
     _add_number(model, "--num-layers", help="transformer blocks")
     _add_number(model, "--embed-dim", help="channels between blocks")
@@ -195,6 +203,7 @@ def _train(
     verify: bool,
     resume: bool,
     folder: Path | None = None,
+    memory: str | None = None,
     **given: Any,
 ) -> int:
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
@@ -211,12 +220,12 @@ def _train(
     if "text" in given:  # The run may be resumed from elsewhere.
         given["text"] = tuple(str(path.absolute()) for path in given["text"])
 
-    return train(
-        given,
-        folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S")),
-        resume=resume,
-        verify=verify,
-    )
+    folder = folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S"))
+    if memory is not None:
+        from gradacc_jax.cli import memory as planned
+
+        return planned.train(given, folder, memory=memory, resume=resume, verify=verify)
+    return train(given, folder, resume=resume, verify=verify)
 
 
 def _add_number(

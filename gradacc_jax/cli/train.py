@@ -22,6 +22,7 @@ import numpy as np
 
 from gradacc_jax import StepMetrics, accumulate, raise_if_skipping, train_step
 from gradacc_jax.cli import model, output, report
+from gradacc_jax.cli.memory import Rescue
 from gradacc_jax.cli.settings import (
     CommandError,
     Settings,
@@ -131,6 +132,7 @@ def train(
             output.Metrics(folder, micro_step // settings.num_microbatches) as log,
             report.Reporter(settings, micro_step) as reporter,
             Stop() as stop,
+            Rescue(settings, lambda: (micro_step, params, state)),
         ):
             running = None
             while micro_step < settings.micro_steps and stop.signal is None:

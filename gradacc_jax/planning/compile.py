@@ -23,10 +23,11 @@ from gradacc_jax.planning.chips import Chip
 from gradacc_jax.planning.sizes import bytes_text
 
 PyTree = Any
-# For a search: what makes code slow to generate and changes no buffer, or few. XLA for
-# GPUs assigns the same memory whatever LLVM and ptxas do after it, and with products by
-# cuBLAS, as most are on a GPU that is there, their workspace is in the program. XLA for
-# TPUs does not: its quick programs need a little more.
+# For a search: what makes code slow to generate, and hardly matters to memory. XLA for
+# GPUs assigns the same buffers whatever LLVM and ptxas do after it; with products by
+# cuBLAS, as most are on a GPU that is there, their workspace is in the program too. XLA
+# for TPUs does not: its quick programs are some percent off, and what is chosen is
+# compiled again in full.
 QUICK: dict[str, dict[str, Any]] = {
     "gpu": {
         "xla_backend_optimization_level": 0,

@@ -39,6 +39,7 @@ from gradacc_jax.planning.sizes import bytes_text
 
 # A micro-batch that takes at most so much longer is as good.
 PLATEAU = 1.02
+RAGGED_TRIES = 3
 
 
 class Made(NamedTuple):
@@ -221,13 +222,25 @@ class Search:
                 self._skip(variant, "no faster at its best")
                 continue
             best = self._in_variant(variant, best) or best
-        if best is None and self.splits[0].k > 1:
-            # What a line through other programs ruled out is compiled to be sure, and
-            # to know the smallest need.
-            smallest = [self.compiled(v, self.splits[0]) for v in ordered]
-            fitting = filter(self._fits, smallest)
-            best = min(fitting, key=lambda w: w.cost.seconds, default=None)
+        if best is None:
+            best = self._least_of(ordered)
         return best
+
+    def _least_of(self, variants: Sequence[Variant]) -> _Way | None:
+        """The programs that need least, where nothing seems to fit.
+
+        What a line through other programs ruled out is compiled to be sure, and to know
+        the smallest need.
+        """
+        smallest, whole = self.splits[0], self.splits[-1]
+        tried = [self.compiled(v, smallest) for v in variants]
+        least = min(w.memory.peak for w in tried if w.memory is not None)
+        for variant in variants:
+            if whole.k == 1 and self._of_whole(variant, whole) < least:
+                tried.append(self.compiled(variant, whole))
+        return min(
+            filter(self._fits, tried), key=lambda w: w.cost.seconds, default=None
+        )
 
     def _beats(self, way: _Way, best: _Way | None) -> bool:
         return best is None or way.cost.seconds * PLATEAU < best.cost.seconds
@@ -311,41 +324,53 @@ class Search:
         return memory.peak - slope * size, slope
 
     def _may_fit(self, variant: Variant, whole: Split) -> bool:
-        """Whether the whole batch in one pass is worth compiling.
+        """Whether the whole batch in one pass is worth compiling."""
+        return self._of_whole(variant, whole) <= self.limit
+
+    def _of_whole(self, variant: Variant, whole: Split) -> float:
+        """A bound on the memory of the whole batch in one pass, from below.
 
         It needs no sums of gradients, which are no larger than what the step is given.
         """
-        memories = [
-            w.memory
+        known = [
+            w
             for w in self.ways.values()
             if w.variant is variant and w.memory is not None
         ]
-        if not memories:
-            return True
+        if not known:
+            return 0.0
+        memory = known[0].memory
+        assert memory is not None
         base, slope = self._line(variant)
-        sums = max(m.arguments for m in memories)
-        return base + slope * whole.size - sums <= self.limit
+        if len(known) == 1:
+            # The sums may be in what seems to grow with the micro-batch.
+            slope = max(slope - memory.arguments / known[0].split.size, 0.0)
+            return base + slope * whole.size
+        return base + slope * whole.size - memory.arguments
 
     # --- beyond equal micro-batches in one call ---------------------------------------
 
     def _ragged(self, best: _Way | None) -> _Way | None:
         """Micro-batches of two sizes, where the next divisor is far away."""
-        if best is None or not self.ragged or best.split.k < 3:
-            return best
-        size = min(self._size_that_fits(best.variant), self.ragged)
-        count = -(-self.ragged // max(int(size), 1))
-        split = Split(-(-self.ragged // count), count)
-        if not 1 < count < best.split.k or split.size <= best.split.size:
-            return best
-        if self.way(best.variant, split).cost.seconds * PLATEAU > best.cost.seconds:
-            return best
-        way = self.compiled(best.variant, split)
-        return way if self._fits(way) else best
+        for _ in range(RAGGED_TRIES if self.ragged else 0):
+            if best is None or best.split.k < 3:
+                break
+            # As many as fit, in the fewest micro-batches, which are then made equal.
+            size = min(self._size_that_fits(best.variant), self.ragged)
+            k = -(-self.ragged // max(int(size), 1))
+            split = Split(-(-self.ragged // k), k)
+            if k == 1 or not self._beats(self.way(best.variant, split), best):
+                break
+            way = self.compiled(best.variant, split)
+            if not self._fits(way):
+                break
+            best = way
+        return best
 
     def _across(self, best: _Way | None, variants: Sequence[Variant]) -> _Way | None:
         """The other form, where it may allow a larger micro-batch, or any at all."""
         if best is None:
-            return self._best_of(variants) if self.splits[0].k > 1 else None
+            return self._best_of(variants) if variants else None
         same = [v for v in variants if v.policy == best.variant.policy]
         larger = [s for s in self.splits if s.k > 1 and s.size > best.split.size]
         base, slope = self._line(best.variant)
