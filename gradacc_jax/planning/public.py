@@ -117,6 +117,7 @@ def plan(
       >>> found.peak_bytes < 2 * 2**20
       True
     """
+    _check_options(policies, margin)
     training = Training(
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -216,6 +217,7 @@ def plan_step(
       >>> found.microbatch_size * found.num_microbatches
       512
     """
+    _check_options(policies, margin)
     total, splits = resolve(
         global_batch_size, microbatch_size, num_microbatches, num_devices
     )
@@ -299,6 +301,13 @@ def resolve(
     return total, divisors(own)
 
 
+def _check_options(policies: Sequence[Any], margin: float) -> None:
+    if not 0 <= margin < 1:
+        raise ValueError(f"margin={margin}: expected a part of the memory, such as .05")
+    if not policies:
+        raise ValueError('policies=() leaves nothing to try; give at least ("none",)')
+
+
 def _index(number: Any) -> int | None:
     return None if number is None else operator.index(number)
 
@@ -316,10 +325,6 @@ def _plan(
     time_budget: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
-    if not 0 <= margin < 1:
-        raise ValueError(f"margin={margin}: expected a part of the memory, such as .05")
-    if not variants:
-        raise ValueError('policies=() leaves nothing to try; give at least ("none",)')
     target = Target.of(chip)
     budget = chips.budget(target.chip, memory)
     search = Search(

@@ -16,9 +16,10 @@ Everything is counted and cached, nothing depends on the clock unless a time bud
 given, and so the same question has the same answer.
 """
 
+import bisect
 from collections.abc import Callable, Sequence
 import dataclasses
-import itertools
+import functools
 import time
 from typing import Any, NamedTuple
 
@@ -170,15 +171,13 @@ class Search:
             made = variant.make(*split)
             target, args = self.target, (made.fun, made.args, made.donate_argnums)
             traced = target.trace(*args)
-            cost = traced.cost
+            cost = traced.cost  # as if its window closed
             calls = split.k if variant.form == ACROSS_CALLS else 1
-            if calls > 1 and variant.emits:
-                silent, emitting = (
-                    target.trace(*args, emit=emit).cost for emit in (False, True)
-                )
-                cost = silent.times(calls - 1) + emitting
-            elif calls > 1:
-                cost = cost.times(calls)
+            if calls > 1:
+                silent = cost
+                if variant.emits:
+                    silent = target.trace(*args, emit=False).cost
+                cost += silent.times(calls - 1)
             arrays = jax.tree.leaves((made.args, traced.stage.out_info))
             moved = sum(x.size * x.dtype.itemsize for x in map(as_shape, arrays))
             cost += traffic(moved / traced.num_devices, target.chip)
@@ -245,6 +244,9 @@ class Search:
     def _beats(self, way: _Way, best: _Way | None) -> bool:
         return best is None or way.cost.seconds * PLATEAU < best.cost.seconds
 
+    def _is_faster(self, variant: Variant, best: _Way, split: Split) -> bool:
+        return self._beats(self.way(variant, split), best)
+
     def _skip(self, variant: Variant, why: str) -> None:
         self.skipped[variant.policy, variant.form] = f"not compiled: {why}"
 
@@ -254,12 +256,13 @@ class Search:
         parts = [s for s in self.splits if s.k > 1]
         # Larger micro-batches than the smallest on the plateau are hardly faster.
         least = self.way(variant, whole).cost.seconds
-        while len(parts) > 1:
-            if self.way(variant, parts[-2]).cost.seconds > PLATEAU * least:
-                break
-            parts.pop()
-        while parts and not self._beats(self.way(variant, parts[0]), best):
-            parts.pop(0)
+        plateau = _first(
+            parts, lambda s: self.way(variant, s).cost.seconds <= PLATEAU * least
+        )
+        parts = parts[: plateau + 1]
+        if best is not None:
+            fast = _first(parts, functools.partial(self._is_faster, variant, best))
+            parts = parts[fast:]
         found = self._largest(variant, parts, from_below=best is not None)
         if whole.k == 1 and self._may_fit(variant, whole):
             way = self.compiled(variant, whole)
@@ -286,8 +289,8 @@ class Search:
             else:
                 high = guess
             size = self._size_that_fits(variant)
-            if low < 0 and size < parts[0].size:
-                break
+            if low < 0 and size < parts[0].size and variant.form == ONE_CALL:
+                break  # Across calls the arguments, taken for constant here, are not.
             guess = max((i for i, s in enumerate(parts) if s.size <= size), default=0)
             # A secant that creeps is put in the middle, so that bisection bounds it.
             creeps = not creeps and 2 * (high - low) > before
@@ -371,23 +374,23 @@ class Search:
         """The other form, where it may allow a larger micro-batch, or any at all."""
         if best is None:
             return self._best_of(variants) if variants else None
-        same = [v for v in variants if v.policy == best.variant.policy]
         larger = [s for s in self.splits if s.k > 1 and s.size > best.split.size]
         base, slope = self._line(best.variant)
-        for variant, split in itertools.product(same, larger):
-            if not self._beats(self.way(variant, split), best):
+        for variant in [v for v in variants if v.policy == best.variant.policy]:
+            fast = _first(larger, functools.partial(self._is_faster, variant, best))
+            if larger and fast == len(larger):
                 self._skip(variant, "no faster at its best")
-                continue
-            # The forms differ by the sums at most, which are no larger than what the
-            # step is given.
-            assert best.memory is not None
-            if base + slope * split.size - best.memory.arguments > self.limit:
-                self._skip(variant, "no smaller than in one call")
-                break
-            way = self.compiled(variant, split)
-            if not self._fits(way):
-                break
-            best = way
+            for split in larger[fast:]:
+                # The forms differ by the sums at most, which are no larger than what
+                # the step is given.
+                assert best.memory is not None
+                if base + slope * split.size - best.memory.arguments > self.limit:
+                    self._skip(variant, "no smaller than in one call")
+                    break
+                way = self.compiled(variant, split)
+                if not self._fits(way):
+                    break
+                best = way
         return best
 
     def _proved(self, best: _Way | None) -> _Way | None:
@@ -460,3 +463,8 @@ class Search:
             f"({bytes_text(peak)}); give more memory, a smaller margin, a smaller "
             "model, or policies that keep less"
         )
+
+
+def _first(splits: Sequence[Split], holds: Callable[[Split], bool]) -> int:
+    """The index of the first split for which something holds, as for all behind it."""
+    return bisect.bisect_left(range(len(splits)), True, key=lambda i: holds(splits[i]))
