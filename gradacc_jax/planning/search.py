@@ -27,7 +27,6 @@ import jax
 
 from gradacc_jax.planning import chips
 from gradacc_jax.planning.compile import (
-    EXACT,
     QUICK,
     MemoryEstimate,
     Target,
@@ -396,7 +395,7 @@ class Search:
     def _proved(self, best: _Way | None) -> _Way | None:
         """The best, compiled as it will be; the next best where that does not fit."""
         platform = self.target.chip.platform
-        if self.target.is_here or QUICK.get(platform) == EXACT.get(platform):
+        if self.target.is_here or platform not in QUICK:
             return best
         while best is not None:
             self.compiled(best.variant, best.split, quick=False)
