@@ -30,9 +30,9 @@ _UNOPTIMISED_GPU = {
     "xla_gpu_disable_gpuasm_optimizations": True,
     "xla_llvm_disable_expensive_passes": True,
 }
-# For a search: programs that are compiled still faster, with memory that is some percent
-# off. On a GPU products are left to cuBLAS; on one that is there, Triton and cuBLAS are
-# tried, and either may be taken. What is chosen is compiled again in full.
+# For a search: still faster to compile, with memory that is some percent off. On a GPU
+# products are left to cuBLAS; on one that is there Triton and cuBLAS are tried, and
+# either may be taken. What is chosen is compiled again in full.
 QUICK: dict[str, dict[str, Any]] = {
     "gpu": {**_UNOPTIMISED_GPU, "xla_gpu_enable_triton_gemm": False},
     "tpu": {"optimization_level": "O0"},
