@@ -8,6 +8,7 @@ ends when this one does, however it does.
 import argparse
 from collections.abc import Callable
 import dataclasses
+import importlib.util
 import multiprocessing
 from multiprocessing.connection import Connection, wait
 import os
@@ -115,6 +116,11 @@ def plan(
     *, target: str, json: Path | None = None, plot: Path | None = None, **options: Any
 ) -> int:
     """Plans, prints the plan, and writes it where asked."""
+    if plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise CommandError(
+            "--plot needs matplotlib; install what the command needs: "
+            "pip install 'gradacc_jax[cli]'"
+        )
     if target.startswith("gpt:"):
         found = plan_here(target, options)
     elif ":" in target:
@@ -161,7 +167,7 @@ def plan_here(target: str, options: dict[str, Any]) -> Any:
             **arguments | asked,
             progress=lambda line: print(line, file=sys.stderr, flush=True),
         )
-    except (ValueError, ImportError, TypeError, KeyError) as error:
+    except (ImportError, KeyError, TimeoutError, TypeError, ValueError) as error:
         raise CommandError(f"{target}: {first_line(error)}") from error
 
 

@@ -6,7 +6,8 @@ that is planned with is what JAX leaves a program: on a GPU the part that its al
 takes, on a TPU what the compiler accepts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -360,25 +361,26 @@ def present(device: Any = None) -> Chip:
       device: a JAX device; by default the first.
     """
     device = jax.devices()[0] if device is None else device
-    stats = device.memory_stats() or {}
+    limit = (device.memory_stats() or {}).get("bytes_limit")
     known = {chip.title: chip for chip in TABLE}.get(device.device_kind)
-    limit = stats.get("bytes_limit")
     if known is not None:
-        # The fraction is taken off already.
-        memory = int(limit / (gpu_fraction() if known.platform == "gpu" else 1)) if (
-            limit
-        ) else known.memory_bytes  # fmt: skip
-        return dataclasses.replace(known, memory_bytes=memory)
-    if limit is None:
+        if limit is None:
+            return known
+        # Of a GPU, the part that the allocator does not take is off already.
+        part = gpu_fraction() if known.platform == "gpu" else 1.0
+        return dataclasses.replace(known, memory_bytes=math.ceil(limit / part))
+    if limit is None:  # It shares the machine's.
         limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    is_cpu = device.platform == "cpu"
     return Chip(
         device.device_kind,
-        device.platform if device.platform != "gpu" else "other gpu",
+        # What it leaves usable is not to be reckoned with the part of a GPU.
+        device.platform if device.platform != "gpu" else "unknown gpu",
         device.device_kind,
         memory_bytes=int(limit),
-        bandwidth=2e10 if device.platform == "cpu" else 1e12,
-        bfloat16_flops=1e11 if device.platform == "cpu" else 1e14,
-        float32_flops=1e11 if device.platform == "cpu" else 5e13,
+        bandwidth=2e10 if is_cpu else 1e12,
+        bfloat16_flops=1e11 if is_cpu else 1e14,
+        float32_flops=1e11 if is_cpu else 5e13,
         source="its memory as it reports it; speeds are guessed",
     )
 
@@ -449,18 +451,15 @@ def devices(chip: Chip, count: int = 1) -> tuple[Any, ...]:
         )
 
 
-class _environment:  # noqa: N801
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Variables that a compiler reads while it is loaded, and nobody else."""
-
-    def __init__(self, variables: Mapping[str, str]):
-        self._variables = variables
-
-    def __enter__(self) -> None:
-        self._before = {name: os.environ.get(name) for name in self._variables}
-        os.environ.update(self._variables)
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._before.items():
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -101,6 +101,7 @@ def plan(
 
     Raises:
       ImportError: the chip's compiler is not installed; it says what installs it.
+      TimeoutError: the time budget was spent before anything fitted.
       ValueError: nothing fits, and then it names the smallest need in bytes; or the
         three sizes disagree.
 

@@ -95,7 +95,7 @@ class _Way:
     options: tuple[tuple[str, Any], ...] = ()
 
 
-class OutOfTimeError(Exception):
+class OutOfTimeError(TimeoutError):
     """The time budget is spent."""
 
 

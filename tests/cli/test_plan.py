@@ -1,5 +1,6 @@
 """`gradacc plan`, `gradacc chips`, and runs that are planned for a budget."""
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -125,6 +126,12 @@ def test_what_cannot_be_planned_is_told_before_anything_is_compiled(
 ):
     with pytest.raises(plan.CommandError, match=message):
         plan.plan_here(target, {**OPTIONS, **changed})
+
+
+def test_a_plot_needs_what_draws_it(capsys, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["plan", "gpt:124M", "--plot", "plan.png"]) == 2
+    assert "--plot needs matplotlib; install" in capsys.readouterr().err
 
 
 def test_a_word_that_is_no_target_is_an_error(capsys):

@@ -48,7 +48,7 @@ def found():
             optax.sgd(0.1),
             EXAMPLES,
             global_batch_size=BATCH,
-            memory=2_000_000,
+            memory=1_250_000,
         )
 
 
