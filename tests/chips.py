@@ -4,6 +4,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 import pytest
 
+from gradacc_jax.planning import absent as room
 from gradacc_jax.planning import chips
 
 
@@ -13,7 +14,7 @@ def absent(name):
     missing = chips.missing_compiler(chip)
     if missing:
         pytest.skip(f"no compiler for {chip.name} is installed: {missing}")
-    return SingleDeviceSharding(chips.devices(chip)[0])
+    return SingleDeviceSharding(room.devices(chip)[0])
 
 
 def absent_gpu():

@@ -18,7 +18,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 import numpy as np
 
-from gradacc_jax.planning import chips, costs
+from gradacc_jax.planning import absent, chips, costs
 from gradacc_jax.planning.chips import Chip
 from gradacc_jax.planning.sizes import bytes_text
 
@@ -194,7 +194,7 @@ class Target:
         devices = (
             tuple(jax.devices()[:count])
             if self.is_here
-            else chips.devices(self.chip, count)
+            else absent.devices(self.chip, count)
         )
         everywhere: jax.sharding.Sharding = SingleDeviceSharding(devices[0])
         if count > 1:
@@ -237,8 +237,9 @@ class Target:
           traced: the program.
           quick: whether a little too much memory is as good, and time is short.
         """
-        platform, absent = self.chip.platform, not self.is_here
-        options = (QUICK if quick else EXACT).get(platform, {}) if absent else {}
+        options = (
+            {} if self.is_here else (QUICK if quick else EXACT)[self.chip.platform]
+        )
         workspace = self._workspace(traced.cost)
         notes = tuple(sorted(traced.cost.notes))
         try:

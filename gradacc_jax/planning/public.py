@@ -149,6 +149,7 @@ def plan(
         memory=memory,
         margin=margin,
         ragged=total if is_free else 0,
+        sums=training.sums_bytes,
         time_budget=time_budget,
         progress=progress,
     )
@@ -323,6 +324,7 @@ def _plan(
     memory: int | str | None,
     margin: float,
     ragged: int = 0,
+    sums: int | None = None,
     time_budget: float | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Plan:
@@ -333,6 +335,7 @@ def _plan(
         int(budget * (1 - margin)),
         splits,
         ragged=ragged,
+        sums=sums,
         progress=progress,
         time_budget=time_budget,
     )

@@ -112,6 +112,8 @@ class Search:
       limit: the bytes that a program may need.
       splits: those to choose from, the smallest micro-batches first.
       ragged: examples on one device, if they may be cut unequally; else 0.
+      sums: at most so many bytes are the sums of gradients of a step; None where that
+        is not known: they are then no more than what the step is given.
       progress: told what is done.
       time_budget: seconds; None for as long as it takes.
     """
@@ -123,12 +125,14 @@ class Search:
         splits: Sequence[Split],
         *,
         ragged: int = 0,
+        sums: int | None = None,
         progress: Callable[[str], None] | None = None,
         time_budget: float | None = None,
     ):
         self.target, self.limit = target, limit
         self.splits = list(splits)
         self.ragged = ragged
+        self.sums = sums
         self.progress = progress or (lambda _: None)
         self.deadline = None if time_budget is None else time.monotonic() + time_budget
         self.compiles = 0
@@ -330,10 +334,7 @@ class Search:
         return self._of_whole(variant, whole) <= self.limit
 
     def _of_whole(self, variant: Variant, whole: Split) -> float:
-        """A bound on the memory of the whole batch in one pass, from below.
-
-        It needs no sums of gradients, which are no larger than what the step is given.
-        """
+        """A bound on the memory of the whole batch in one pass: it needs no sums."""
         known = [
             w
             for w in self.ways.values()
@@ -346,9 +347,12 @@ class Search:
         base, slope = self._line(variant)
         if len(known) == 1:
             # The sums may be in what seems to grow with the micro-batch.
-            slope = max(slope - memory.arguments / known[0].split.size, 0.0)
+            slope = max(slope - self._sums(memory) / known[0].split.size, 0.0)
             return base + slope * whole.size
-        return base + slope * whole.size - memory.arguments
+        return base + slope * whole.size - self._sums(memory)
+
+    def _sums(self, memory: MemoryEstimate) -> int:
+        return memory.arguments if self.sums is None else self.sums
 
     # --- beyond equal micro-batches in one call ---------------------------------------
 
@@ -380,10 +384,9 @@ class Search:
             if larger and fast == len(larger):
                 self._skip(variant, "no faster at its best")
             for split in larger[fast:]:
-                # The forms differ by the sums at most, which are no larger than what
-                # the step is given.
+                # The forms differ by the sums at most.
                 assert best.memory is not None
-                if base + slope * split.size - best.memory.arguments > self.limit:
+                if base + slope * split.size - self._sums(best.memory) > self.limit:
                     self._skip(variant, "no smaller than in one call")
                     break
                 way = self.compiled(variant, split)

@@ -114,6 +114,15 @@ class Training:
                 counts.add(math.prod(sharding.mesh.shape[n] for n in names if n))
         return max(counts)
 
+    @property
+    def sums_bytes(self) -> int:
+        """The bytes of the sums of gradients: at least float32 each."""
+        trained, _ = self._split(self.params)
+        return sum(
+            x.size * max(x.dtype.itemsize, 4)
+            for x in map(as_shape, jax.tree.leaves(trained))
+        )
+
     def variants(self, policies: Sequence[Any]) -> list[Variant]:
         """Each policy in both forms."""
         usable = applicable(self.loss_fn, policies)

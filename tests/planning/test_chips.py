@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from gradacc_jax import chips, estimate_memory
+from gradacc_jax.planning import absent
 from gradacc_jax.planning import chips as room
 
 GIB = 2**30
@@ -86,7 +87,7 @@ def test_a_missing_compiler_is_told_with_the_command_that_installs_it(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in gone else find(name)
     )
-    room.devices.cache_clear()
+    absent.devices.cache_clear()
     command = f"pip install 'gradacc_jax[absent-{extra}]'"
     with pytest.raises(ImportError, match=re.escape(command)):
         estimate_memory(lambda x: x, 1.0, chip=chip)
@@ -96,7 +97,7 @@ def test_a_missing_compiler_is_told_with_the_command_that_installs_it(
 def test_what_a_compiler_is_told_by_the_environment_is_not_left_there(monkeypatch):
     monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "mine")
     monkeypatch.delenv("TPU_SKIP_MDS_QUERY", raising=False)
-    with room._environment({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "x"}):
+    with absent._environment({"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "x"}):
         assert os.environ["TPU_WORKER_HOSTNAMES"] == "x"
         assert os.environ["TPU_SKIP_MDS_QUERY"] == "1"
     assert os.environ["TPU_WORKER_HOSTNAMES"] == "mine"
@@ -104,15 +105,15 @@ def test_what_a_compiler_is_told_by_the_environment_is_not_left_there(monkeypatc
 
 
 def test_a_gpu_is_described_by_its_figures():
-    text = room.target_text(chips()["rtx-4090"])
+    text = absent.target_text(chips()["rtx-4090"])
     assert "core_count: 128" in text
     assert "cuda_compute_capability { major: 8 minor: 9 }" in text
     assert f"device_memory_size: {chips()['rtx-4090'].memory_bytes}" in text
     for chip in chips().values():
         if chip.platform == "gpu":
-            assert room.target_text(chip).count("{") == room.target_text(chip).count(
-                "}"
-            )
+            assert absent.target_text(chip).count("{") == absent.target_text(
+                chip
+            ).count("}")
 
 
 def test_the_device_that_is_here_is_found_by_itself():
