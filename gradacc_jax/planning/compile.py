@@ -20,7 +20,7 @@ import numpy as np
 
 from gradacc_jax.planning import absent, chips, costs
 from gradacc_jax.planning.chips import Chip
-from gradacc_jax.planning.sizes import bytes_text
+from gradacc_jax.planning.sizes import bytes_text, flops_text
 
 PyTree = Any
 # Code that never runs need not be fast: none of this moves a buffer.
@@ -80,7 +80,7 @@ class MemoryEstimate:
                 ("peak", self.peak),
             )
         ]
-        lines.append(f"{'operations':<12} {self.flops / 1e9:>8,.1f} GFLOP")
+        lines.append(f"{'operations':<12} {flops_text(self.flops):>14}")
         lines += [f"refused: {self.refused}"] if self.refused else []
         return "\n".join(lines + [f"note: {note}" for note in self.notes])
 

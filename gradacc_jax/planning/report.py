@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from gradacc_jax.planning.compile import MemoryEstimate
-from gradacc_jax.planning.sizes import bytes_text, seconds_text
+from gradacc_jax.planning.sizes import bytes_text, flops_text, seconds_text
 
 _WIDTH = 88
 ONE_CALL, ACROSS_CALLS = "one call", "across calls"
@@ -107,7 +107,7 @@ class Plan:
             f"plan for {self.chip}: {chosen}",
             f"  peak {bytes_text(self.peak_bytes)} of {bytes_text(self.budget_bytes)}, "
             f"{self.margin:.0%} of which stay free; computed again: "
-            f"{self.recompute_flops / 1e9:,.1f} GFLOP a step; "
+            f"{flops_text(self.recompute_flops)} a step; "
             f"{self.compiles} programs compiled",
             "",
         ]

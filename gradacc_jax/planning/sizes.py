@@ -55,3 +55,9 @@ def seconds_text(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.3g} {unit}"
     return f"{seconds / 1e-6:.3g} us"
+
+
+def flops_text(flops: float) -> str:
+    """Operations in GFLOP, or TFLOP where there are very many."""
+    large = flops >= 1e13
+    return f"{flops / (1e12 if large else 1e9):,.1f} {'TFLOP' if large else 'GFLOP'}"
