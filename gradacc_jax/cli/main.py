@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import gradacc_jax
+from gradacc_jax.cli import plan
 from gradacc_jax.cli.settings import DEFAULTS, CommandError
 
 # Of the extra `cli`: what is imported, and by what name it is installed.
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             argument_default=argparse.SUPPRESS,
         )
     )
+    plan.add_commands(commands)
     return parser
 
 
@@ -126,6 +128,14 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make an optimizer step in one call, with its micro-batches in a loop "
         "inside the program; the same losses, but for rounding",
+    )
+
+    batch.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="plan micro-batch and --remat for so much memory, such as 24GiB, or for "
+        "what the device has (auto), at the same global batch; and again, with a "
+        "smaller micro-batch, should the device run out of memory",
     )
 
     _add_devices(parser.add_argument_group("devices"))
@@ -256,6 +266,7 @@ def _train(
     num_processes: int | None,
     process_id: int | None,
     folder: Path | None = None,
+    memory: str | None = None,
     **given: Any,
 ) -> int:
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
@@ -286,13 +297,15 @@ def _train(
     if "text" in given:  # The run may be resumed from elsewhere.
         given["text"] = tuple(str(path.absolute()) for path in given["text"])
 
+    folder = folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S"))
     with devices.one_of_several():
-        return train(
-            given,
-            folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S")),
-            resume=resume,
-            verify=verify,
-        )
+        if memory is not None:
+            from gradacc_jax.cli import memory as planned
+
+            return planned.train(
+                given, folder, memory=memory, resume=resume, verify=verify
+            )
+        return train(given, folder, resume=resume, verify=verify)
 
 
 def _add_number(

@@ -113,6 +113,7 @@ class Transformer(nnx.Module):
         embed_dim: int,
         num_heads: int,
         *,
+        num_tokens: int = NUM_BYTES,
         remat: str = "none",
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -123,7 +124,7 @@ class Transformer(nnx.Module):
             return Block(num_layers, embed_dim, num_heads, dtype=dtype, rngs=rngs)
 
         self.embed = nnx.Embed(
-            NUM_BYTES,
+            num_tokens,
             embed_dim,
             dtype=dtype,
             embedding_init=nnx.initializers.normal(0.02),
@@ -133,7 +134,7 @@ class Transformer(nnx.Module):
         self.final_norm = nnx.RMSNorm(embed_dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps `(batch, position)` integers to `(batch, position, 256)` logits."""
+        """Maps `(batch, position)` integers to `(batch, position, token)` logits."""
         graphdef, stacked = nnx.split(self.blocks)
 
         def layer(x: jax.Array, layer_params: PyTree) -> jax.Array:

@@ -23,6 +23,7 @@ import optax
 
 from gradacc_jax import StepMetrics, accumulate, raise_if_skipping, train_step
 from gradacc_jax.cli import devices, model, output, report
+from gradacc_jax.cli.memory import Rescue
 from gradacc_jax.cli.settings import (
     CommandError,
     Settings,
@@ -145,6 +146,14 @@ def train(
             else:
                 mini_step = micro_step % settings.num_microbatches
                 state = placement.carried_over(old, state, params, mini_step)
+
+        def save_last_step() -> None:
+            # In an open window no parameter has moved: it begins anew.
+            within, held = micro_step % settings.num_microbatches, state
+            if within:
+                held = held._replace(mini_step=jax.numpy.zeros_like(held.mini_step))
+            checkpoints.save(micro_step - within, params, held)
+
         if first:
             output.write_config(folder, config)
         if resume:
@@ -155,6 +164,7 @@ def train(
             ) as log,
             report.Reporter(settings, micro_step) as reporter,
             Stop() as stop,
+            Rescue(settings, lambda: save_last_step()),
         ):
             running = stopped = None
             while micro_step < settings.micro_steps and stopped is None:
