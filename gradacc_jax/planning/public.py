@@ -55,7 +55,8 @@ def plan(
     What a program needs is compiled; how long it takes is predicted: a lower bound by
     the operations and the memory traffic of its jaxpr, recomputation and a cost for
     each micro-batch among them. Of micro-batches that take as long, the smallest is
-    chosen. Nothing is put on a device.
+    chosen. They are equal, unless the batch has no divisor near to what fits (a prime
+    number of examples). Nothing is put on a device.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``, as for

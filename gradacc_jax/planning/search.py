@@ -357,13 +357,18 @@ class Search:
     # --- beyond equal micro-batches in one call ---------------------------------------
 
     def _ragged(self, best: _Way | None) -> _Way | None:
-        """Micro-batches of two sizes, where the next divisor is far away."""
+        """Micro-batches of two sizes, where twice as many examples would fit.
+
+        Equal ones, whose product with k is the global batch, are worth more than that.
+        """
         for _ in range(RAGGED_TRIES if self.ragged else 0):
             if best is None or best.split.k < 3:
                 break
             # As many as fit, in the fewest micro-batches, which are then made equal.
             size = min(self._size_that_fits(best.variant), self.ragged)
-            k = -(-self.ragged // max(int(size), 1))
+            if size < 2 * best.split.size:
+                break
+            k = -(-self.ragged // int(size))
             split = Split(-(-self.ragged // k), k)
             if k == 1 or not self._beats(self.way(best.variant, split), best):
                 break
