@@ -20,7 +20,7 @@ import numpy as np
 
 from gradacc_jax.checkpointing.budget.programs import Program, is_key
 
-_PLACES = 256
+_PLACES = 400
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Segment:
 
 
 def segmentations(
-    program: Program, held: Sequence[float], alone: Sequence[int], bounds: int = 10
+    program: Program, held: Sequence[float], alone: Sequence[int], bounds: int = 8
 ) -> list[tuple[Segment, ...]]:
     """Ways to cut a program, from many segments to few.
 
@@ -73,6 +73,15 @@ def segmentations(
             cut += [Segment(a, b) for a, b in places.best(at, bound)]
         found[tuple(sorted(cut, key=lambda s: s.start))] = None
     return list(found)
+
+
+def stretches(program: Program, size: int) -> list[tuple[int, int]]:
+    """The program in stretches of about so many operations, where little crosses."""
+    number = len(program.operations)
+    if number <= 1.5 * size:
+        return [(0, number)]
+    places = _Places(program, [1.0] * number)
+    return places.best(places.candidates(0, number), size)
 
 
 class _Places:

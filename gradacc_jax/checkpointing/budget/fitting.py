@@ -1,5 +1,6 @@
 """``remat_to_fit``: trace, plan, compile, choose; and the function that comes of it."""
 
+import collections
 from collections.abc import Callable, Sequence
 import dataclasses
 import math
@@ -214,8 +215,7 @@ class Fitted:
         shapes = given.joined([_placed(x) for x in given.arrays])
         traced = Traced(request.fun, shapes)
         device, sharding = _device_of(given.arrays)
-        planner = Planner(rates_of(device))
-        plans = planner.plans(traced.program, traced.wrt(request.argnums))
+        search, planner = _search_of(request, traced, given, shapes, device)
         engine = [checkpointed, "none needed"]
         # Other shapes within the same program: of a batch that does not divide, the last
         # micro-batch.
@@ -232,14 +232,13 @@ class Fitted:
                 if key == traced.program.signature:
                     return now.run(plan, engine[0])
                 if key not in others:
-                    others[key] = planner.plans(now.program, now.wrt(request.argnums))
+                    others[key] = now.plans(planner, request)
                 return now.run(_no_larger(others[key], plan), engine[0])
 
             return _temporaries(request.lowered(trial, shapes))
 
-        search = Search(plans, measure)
         best, compiles = search.fit(
-            request.budget, request.max_compiles, request.progress
+            measure, request.budget, request.max_compiles, request.progress
         )
         if best is None:
             raise ValueError(self._too_small(search, compiles))
@@ -310,6 +309,38 @@ class Fitted:
         )
 
 
+# The searches of late, so that another budget for the same function begins with what is
+# known: no program is compiled twice, and budgets near each other do not cross.
+_searches: collections.OrderedDict[Any, tuple[Any, Search, Planner]]
+_searches = collections.OrderedDict()
+_KNOWN = 4
+
+
+def _search_of(
+    request: Request,
+    traced: "Traced",
+    given: Split,
+    shapes: Sequence[PyTree],
+    device: Any,
+) -> tuple[Search, Planner]:
+    """The search for a function on arguments, if there was one, or a new one."""
+    leaves, tree = jax.tree.flatten(tuple(shapes))
+    asked = request.fun, request.argnums, request.single, request.has_aux
+    key = (*asked, request.within, tree, tuple(leaves), device)
+    try:
+        signature, search, planner = _searches.pop(key, (None, None, None))
+    except TypeError:  # what is static need not be hashable
+        key, signature, search, planner = None, None, None, None
+    if search is None or planner is None or signature != traced.program.signature:
+        planner = Planner(rates_of(device))
+        search = Search(traced.plans(planner, request))
+    if key is not None:
+        _searches[key] = traced.program.signature, search, planner
+        while len(_searches) > _KNOWN:
+            _searches.popitem(last=False)
+    return search, planner
+
+
 class Traced:
     """A function, traced on arguments.
 
@@ -342,6 +373,13 @@ class Traced:
             for place, i in enumerate(leaves)
             if i in wanted and is_floating(self.shapes[place])
         ]
+
+    def plans(self, planner: Planner, request: Request) -> list[Plan]:
+        """The plans for this program."""
+        towards = [0] if request.has_aux else None
+        return planner.plans(
+            self.program, self.wrt(request.argnums), towards=towards
+        )
 
     def run(self, plan: Plan, engine: Engine) -> PyTree:
         """The function's result, by a plan that was made for this program or its like."""

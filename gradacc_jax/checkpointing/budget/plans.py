@@ -32,9 +32,12 @@ from gradacc_jax.checkpointing.budget.needs import needs_of
 from gradacc_jax.checkpointing.budget.programs import Program, is_floating, is_key
 from gradacc_jax.checkpointing.budget.solve import Problem, Task, pareto
 
-_LEVELS = 40
+_LEVELS = 24
 # A loop that keeps a smaller part of all than this is an operation like others.
 _SMALL = 0.01
+# How many cuts are made for a segment, and from how many operations on it is too large
+# to be worth that.
+_CORNERS, _LARGE = 32, 600
 # Operations with derivatives that keep values of their own, which have no names here:
 # they run again whenever their segment does.
 _OPAQUE = {"cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "shard_map"}
@@ -167,7 +170,11 @@ class Planner:
         self._solved: dict[Any, list[Option]] = {}
 
     def plans(
-        self, program: Program, wrt: Sequence[int], turns: int = 1
+        self,
+        program: Program,
+        wrt: Sequence[int],
+        turns: int = 1,
+        towards: Sequence[int] | None = None,
     ) -> list[Plan]:
         """The plans that no other beats in bytes and seconds, the fewest bytes first.
 
@@ -175,8 +182,9 @@ class Planner:
           program: what to plan.
           wrt: the inputs that it is differentiated with respect to.
           turns: how often it runs, if it is the body of a loop.
+          towards: which of its results are differentiated; None for all.
         """
-        needs = needs_of(program, wrt)
+        needs = needs_of(program, wrt, towards)
         is_wrt = [v in set(wrt) for v in range(program.num_inputs)]
         active = program.active(is_wrt)
         held = [
@@ -277,7 +285,7 @@ class Planner:
 
         held = float(sum(part.nbytes[v] for v in needed))
         problem = Problem(tasks, needed, nbytes)
-        choices = problem.frontier()
+        choices = problem.frontier(limit=_CORNERS if len(tasks) < _LARGE else 4)
         choices += [problem.saving(values) for values in _of_policies(part).values()]
         found = [alone]
         for choice in pareto(choices):
@@ -370,8 +378,13 @@ class _Cut:
         self.turns = turns
         self.crossing = np.array([p.crossing for p in pieces])
         self.kept = [np.array([o.kept for o in p.options]) for p in pieces]
-        self.held = [np.array([o.held for o in p.options]) for p in pieces]
         self.cost = [np.array([o.cost for o in p.options]) for p in pieces]
+        # A row for each piece, filled up to the most options, to pick from at once.
+        self.rows = np.arange(len(pieces))
+        self.table = np.zeros((2, len(pieces), max(map(len, self.kept), default=0)))
+        for i, piece in enumerate(pieces):
+            for j, option in enumerate(piece.options):
+                self.table[:, i, j] = option.kept, option.held
 
     def plans(self) -> list[Plan]:
         """Plans of this cut, from the smallest to the function as it is."""
@@ -394,8 +407,7 @@ class _Cut:
 
     def bytes(self, at: Sequence[int] | np.ndarray) -> tuple[float, float]:
         """What a state keeps for the backward pass, and what it holds besides."""
-        kept = np.array([k[i] for k, i in zip(self.kept, at)])
-        held = np.array([h[i] for h, i in zip(self.held, at)])
+        kept, held = self.table[:, self.rows, at]
         through = self.crossing + kept
         if self.turns > 1:
             return float(through.sum()), float(held.max())

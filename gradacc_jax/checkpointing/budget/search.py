@@ -39,11 +39,10 @@ class Search:
 
     Args:
       plans: the fewest bytes first; the last one leaves the program as it is.
-      measure: compiles a plan and returns its temporaries.
     """
 
-    def __init__(self, plans: Sequence[Plan], measure: Callable[[Plan], float]):
-        self.plans, self.measure = plans, measure
+    def __init__(self, plans: Sequence[Plan]):
+        self.plans = plans
         self.trials: list[Trial] = []
 
     @property
@@ -52,11 +51,16 @@ class Search:
         return next(t for t in self.trials if t.plan is self.plans[-1])
 
     def fit(
-        self, budget: int, max_compiles: int, progress: Callable[[str], None]
+        self,
+        measure: Callable[[Plan], float],
+        budget: int,
+        max_compiles: int,
+        progress: Callable[[str], None],
     ) -> tuple[Trial | None, int]:
         """The cheapest plan that fits, as far as is known after so many compilations.
 
         Args:
+          measure: compiles a plan and returns its temporaries.
           budget: bytes.
           max_compiles: how many programs to compile at most.
           progress: told what was found.
@@ -70,7 +74,7 @@ class Search:
             plan = self._next(budget, best)
             if plan is None or compiles == max_compiles:
                 return best, compiles
-            trial = Trial(plan, self.measure(plan))
+            trial = Trial(plan, measure(plan))
             self.trials.append(trial)
             compiles += 1
             progress(
