@@ -95,13 +95,11 @@ class Init:
     """Random parameters, one after the other."""
 
     def __init__(self) -> None:
-        self.number = 0
+        self.rng = np.random.default_rng(0)
 
     def __call__(self, *shape: int, fan: int | None = None) -> jax.Array:
-        self.number += 1
-        key = jax.random.key(self.number)
         scale = math.sqrt(fan or math.prod(shape[:-1]))
-        return jax.random.normal(key, shape, jnp.result_type(float)) / scale
+        return jnp.asarray(self.rng.normal(size=shape) / scale, float)
 
 
 def norm(x: jax.Array) -> jax.Array:
@@ -137,7 +135,8 @@ def transformer(layers: int, width: int, batch: int, length: int, name: str) -> 
         ],
         "head": init(width, vocabulary),
     }
-    tokens = jax.random.randint(jax.random.key(0), (batch, length + 1), 0, vocabulary)
+    shape = batch, length + 1
+    tokens = jnp.asarray(init.rng.integers(0, vocabulary, shape, dtype=np.int32))
 
     def block(p: Any, x: jax.Array) -> jax.Array:
         x = x + attention(p, x, heads)
@@ -184,7 +183,7 @@ def resnet(stages: Sequence[int], width: int, batch: int, size: int) -> Model:
             channels = 4 * inner
     params["head"] = init(channels, 10)
     shape = (batch, size, size, 3)
-    images = jax.random.normal(jax.random.key(0), shape, jnp.result_type(float))
+    images = init(*shape, fan=1)
 
     def block_of(p: Any, stride: int) -> Block:
         def block(x: jax.Array) -> jax.Array:
@@ -222,7 +221,7 @@ def unet(levels: int, width: int, batch: int, size: int) -> Model:
         "head": init(1, 1, width, 3),
     }
     shape = (batch, size, size, 3)
-    images = jax.random.normal(jax.random.key(0), shape, jnp.result_type(float))
+    images = init(*shape, fan=1)
 
     def block(p: Any, x: jax.Array) -> jax.Array:
         x = jax.nn.silu(batch_norm(conv(x, p["a"])))
@@ -254,7 +253,7 @@ def lstm(steps: int, width: int, batch: int) -> Model:
         "head": init(width, width),
     }
     shape = (steps, batch, width)
-    xs = jax.random.normal(jax.random.key(0), shape, jnp.result_type(float))
+    xs = init(*shape, fan=1)
 
     def loss(params: Any, xs: jax.Array, policy: str = "none") -> jax.Array:
         def cell(carry: Any, x: jax.Array) -> Any:
@@ -285,7 +284,7 @@ def moe(layers: int, width: int, batch: int, length: int, experts: int) -> Model
         for _ in range(layers)
     ]
     shape = (batch, length, width)
-    x = jax.random.normal(jax.random.key(0), shape, jnp.result_type(float))
+    x = init(*shape, fan=1)
 
     def block(p: Any, x: jax.Array) -> jax.Array:
         x = x + attention(p, x, 4)

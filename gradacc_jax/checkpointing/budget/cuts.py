@@ -40,7 +40,7 @@ class Segment:
 
 
 def segmentations(
-    program: Program, held: Sequence[float], alone: Sequence[int], bounds: int = 8
+    program: Program, held: Sequence[float], alone: Sequence[int], bounds: int = 7
 ) -> list[tuple[Segment, ...]]:
     """Ways to cut a program, from many segments to few.
 

@@ -37,7 +37,7 @@ _LEVELS = 24
 _SMALL = 0.01
 # How many cuts are made for a segment, and from how many operations on it is too large
 # to be worth that.
-_CORNERS, _LARGE = 32, 600
+_CORNERS, _LARGE = 12, 600
 # Operations with derivatives that keep values of their own, which have no names here:
 # they run again whenever their segment does.
 _OPAQUE = {"cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "shard_map"}
@@ -285,7 +285,7 @@ class Planner:
 
         held = float(sum(part.nbytes[v] for v in needed))
         problem = Problem(tasks, needed, nbytes)
-        choices = problem.frontier(limit=_CORNERS if len(tasks) < _LARGE else 4)
+        choices = problem.frontier(limit=_CORNERS if len(tasks) < _LARGE else 3)
         choices += [problem.saving(values) for values in _of_policies(part).values()]
         found = [alone]
         for choice in pareto(choices):

@@ -130,11 +130,11 @@ class Problem:
             sum(self.tasks[t].cost for t in again),
         )
 
-    def frontier(self, limit: int = 40) -> list[Choice]:
-        """All corners of bytes against seconds, the fewest bytes first.
+    def frontier(self, limit: int = 1000) -> list[Choice]:
+        """The corners of bytes against seconds, the fewest bytes first.
 
         Args:
-          limit: how many cuts to make at most.
+          limit: how many cuts to make at most; corners in the widest gaps come first.
         """
         if not self.needed:
             return [Choice(frozenset(), frozenset(), 0, 0)]
@@ -148,9 +148,10 @@ class Problem:
         least, most = self.solve(dear), self.solve(cheap)
         found, waiting = [least, most], [(least, most)]
         while waiting and limit > 0:
-            few, many = waiting.pop(0)
-            if many.nbytes <= few.nbytes or few.cost <= many.cost:
-                continue
+            waiting.sort(key=_gap)
+            few, many = waiting.pop()
+            if _gap((few, many)) <= 0:
+                break
             price = (few.cost - many.cost) / (many.nbytes - few.nbytes)
             limit -= 1
             between = self.solve(price)
@@ -159,6 +160,12 @@ class Problem:
                 found.append(between)
                 waiting += [(few, between), (between, many)]
         return pareto(found)
+
+
+def _gap(pair: tuple[Choice, Choice]) -> float:
+    """How much there may be between two corners: the triangle's area."""
+    few, many = pair
+    return max(many.nbytes - few.nbytes, 0) * max(few.cost - many.cost, 0)
 
 
 def pareto(choices: Sequence[Choice]) -> list[Choice]:
