@@ -114,7 +114,7 @@ class _Places:
         inner = [
             i
             for i in range(start + 1, end)
-            if live[i] <= live[i - 1] and live[i] < live[i + 1]
+            if live[i] <= live[i - 1] and live[i] <= live[i + 1]
         ]
         if len(inner) > _PLACES:
             inner = sorted(sorted(inner, key=lambda i: float(live[i]))[:_PLACES])
