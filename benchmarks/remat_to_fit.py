@@ -365,7 +365,9 @@ def measure(model: Model) -> tuple[list[Fixed], list[Row], RematReport]:
         stats = jax.jit(step).lower(*model.args).compile().memory_analysis()
         ratio = flops_of(step, *model.args).total / base
         fixed.append(Fixed(model.name, policy, stats.temp_size_in_bytes, ratio))
-        print(f"  {policy:24} {_mib(fixed[-1].temp_bytes)} MiB  {ratio:.3f}", flush=True)
+        print(
+            f"  {policy:24} {_mib(fixed[-1].temp_bytes)} MiB  {ratio:.3f}", flush=True
+        )
     most = fixed[0].temp_bytes
     least = least_bytes(model)
     rows = []
@@ -454,7 +456,8 @@ def markdown(fixed: list[Fixed], rows: list[Row]) -> str:
     for name in dict.fromkeys(f.model for f in fixed):
         found = {f.policy: f for f in fixed if f.model == name}
         values = [
-            f"{_mib(found[p].temp_bytes)} / {found[p].flops_ratio:.3f}" for p in POLICIES
+            f"{_mib(found[p].temp_bytes)} / {found[p].flops_ratio:.3f}"
+            for p in POLICIES
         ]
         lines.append(f"| {name} | " + " | ".join(values) + " |")
     return "\n".join(lines)
@@ -518,7 +521,9 @@ def main() -> None:
     jax.config.update("jax_enable_x64", options.x64)
     unknown = set(options.models) - {*MODELS}
     if unknown:
-        parser.error(f"no such model: {', '.join(unknown)}; choose of {', '.join(MODELS)}")
+        parser.error(
+            f"no such model: {', '.join(unknown)}; choose of {', '.join(MODELS)}"
+        )
     results: dict[str, Any] = {}
     if options.json and options.json.exists():
         results = json.loads(options.json.read_text())

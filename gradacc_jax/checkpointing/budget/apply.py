@@ -204,9 +204,7 @@ def _guarded(
 
         made = guard(derivative, residuals, [leaves[i] for i in real])
         flat, inputs_tree = jax.tree.flatten(inputs)
-        zeros: list[Any] = [
-            np.zeros(np.shape(x), jax.dtypes.float0) for x in flat
-        ]
+        zeros: list[Any] = [np.zeros(np.shape(x), jax.dtypes.float0) for x in flat]
         for i, x in zip(wrt, made, strict=True):
             zeros[i] = x
         return jax.tree.unflatten(inputs_tree, zeros)

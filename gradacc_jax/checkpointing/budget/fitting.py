@@ -358,7 +358,7 @@ class Traced:
             return made[-1].arrays
 
         self.shapes = [_shape(x) for x in self.given.arrays]
-        closed = jax.make_jaxpr(flat)(*self.shapes)
+        closed = jax.make_jaxpr(flat)(*self.given.arrays)
         self.consts = list(closed.consts)
         self.program = Program.of(closed)
         self.made = made[-1]
@@ -377,9 +377,7 @@ class Traced:
     def plans(self, planner: Planner, request: Request) -> list[Plan]:
         """The plans for this program."""
         towards = [0] if request.has_aux else None
-        return planner.plans(
-            self.program, self.wrt(request.argnums), towards=towards
-        )
+        return planner.plans(self.program, self.wrt(request.argnums), towards=towards)
 
     def run(self, plan: Plan, engine: Engine) -> PyTree:
         """The function's result, by a plan that was made for this program or its like."""

@@ -14,7 +14,12 @@ from typing import Any
 import jax
 from jax import lax
 
-from gradacc_jax.checkpointing.budget.programs import Operation, Program, bind, num_bytes
+from gradacc_jax.checkpointing.budget.programs import (
+    Operation,
+    Program,
+    bind,
+    num_bytes,
+)
 from gradacc_jax.checkpointing.budget.needs import shape_of
 
 
@@ -116,9 +121,7 @@ class Loop:
             backwards = self.eqn.params["reverse"]
             whole = outer * turns
             first, last = (0, whole) if not backwards else (rest, self.length)
-            parts = [
-                lax.slice_in_dim(x, first, last) if rest else x for x in scanned
-            ]
+            parts = [lax.slice_in_dim(x, first, last) if rest else x for x in scanned]
             parts = [x.reshape(outer, turns, *x.shape[1:]) for x in parts]
             piece = again(lambda consts, carry, x: inner(turns, consts, carry, x))
 
@@ -126,9 +129,7 @@ class Loop:
                 made = piece(consts, carry, x)
                 return made[: self.num_carried], made[self.num_carried :]
 
-            carry, ys = lax.scan(
-                step, carry, parts, length=outer, reverse=backwards
-            )
+            carry, ys = lax.scan(step, carry, parts, length=outer, reverse=backwards)
             ys = [y.reshape(whole, *y.shape[2:]) for y in ys]
             if not rest:
                 return [*carry, *ys]

@@ -53,9 +53,7 @@ def needs_of(
         numbers = [*inputs, *made]
         of = tuple(i for i, v in enumerate(inputs) if active[v])
         to = tuple(
-            part.outputs[i]
-            for i, v in enumerate(outputs)
-            if active[v] and v in leading
+            part.outputs[i] for i, v in enumerate(outputs) if active[v] and v in leading
         )
         if not of or not to:
             continue
@@ -99,7 +97,9 @@ def _needs_of_piece(program: Program, wrt: Sequence[int]) -> frozenset[int]:
 
     traced = jax.make_jaxpr(forward)(*map(shape_of, inputs)).jaxpr
     found = set()
-    for value in values_of(traced, [f"named '{PREFIX}{v}'" for v in range(len(inputs))]):
+    for value in values_of(
+        traced, [f"named '{PREFIX}{v}'" for v in range(len(inputs))]
+    ):
         number = value.origin.removeprefix(f"named '{PREFIX}").removesuffix("'")
         if number.isdigit():
             found.add(int(number))

@@ -215,8 +215,11 @@ class Planner:
                     options = loops.get(segment.start, [Option(0, 0, 0, 0, Alone())])
                 else:
                     made = range(part.num_inputs, len(part.avals))
-                    whole = [v for o in program.operations[segment.start : segment.end]
-                             for v in o.outputs]
+                    whole = [
+                        v
+                        for o in program.operations[segment.start : segment.end]
+                        for v in o.outputs
+                    ]
                     local = dict(zip(whole, made, strict=True))
                     options = self._options(
                         part,

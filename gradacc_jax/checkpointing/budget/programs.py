@@ -115,7 +115,11 @@ class Program:
     def signature(self) -> tuple[Any, ...]:
         """Equal for programs that one plan fits: the same operations and shapes."""
         shapes = tuple(map(_shape, self.avals))
-        return shapes, tuple(map(_kind, self.operations)), tuple(map(_atom, self.outputs))
+        return (
+            shapes,
+            tuple(map(_kind, self.operations)),
+            tuple(map(_atom, self.outputs)),
+        )
 
     @functools.cached_property
     def nbytes(self) -> tuple[int, ...]:
@@ -279,7 +283,8 @@ def _kind(operation: Operation) -> tuple[Any, ...]:
     plain = [
         (k, v)
         for k, v in sorted(eqn.params.items())
-        if isinstance(v, int | float | str | bool | tuple) and k not in ("name", "branches")
+        if isinstance(v, int | float | str | bool | tuple)
+        and k not in ("name", "branches")
     ]
     inside = [work_of(j) for j in core.jaxprs_in_params(eqn.params)]
     inputs = tuple(map(_atom, operation.inputs))

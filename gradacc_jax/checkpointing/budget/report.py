@@ -148,7 +148,11 @@ class RematReport:
             where = point.temp_bytes / 2**20, point.flops / base
             ax.plot(*where, "s", color=f"C{i + 1}", label=name)
         ax.plot(
-            [self.temp_bytes / 2**20], [self.flops / base], "*", color="k", markersize=12
+            [self.temp_bytes / 2**20],
+            [self.flops / base],
+            "*",
+            color="k",
+            markersize=12,
         )
         ax.axvline(self.max_temp_bytes / 2**20, color="0.6", linewidth=1)
         ax.set_xlabel("temporaries, MiB")
@@ -181,7 +185,9 @@ def _what(option: Option) -> str:
             what = f"loop of {loop.length}"
             if turns is not None:
                 outer, rest = divmod(loop.length, turns)
-                what += f" as {outer} of {turns}" + (f" and one of {rest}" if rest else "")
+                what += f" as {outer} of {turns}" + (
+                    f" and one of {rest}" if rest else ""
+                )
             return what + (f", {again} segment(s) of its body again" if again else "")
     raise AssertionError(option.way)
 

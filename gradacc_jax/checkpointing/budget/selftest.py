@@ -47,7 +47,9 @@ def engine_for(sharding: Any) -> str | None:
 
     def temporaries(engine: Engine | None) -> int:
         def again(x: Any, w: Any) -> Any:
-            return layer(x, w) if engine is None else engine(program, frozenset())(x, w)[0]
+            return (
+                layer(x, w) if engine is None else engine(program, frozenset())(x, w)[0]
+            )
 
         def loss(w: Any) -> Any:
             y = w
