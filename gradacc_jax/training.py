@@ -129,7 +129,8 @@ def train_step(
     Raises:
       ValueError: for a ``policy`` and ``max_temp_bytes`` at once; at the first call, if
         nothing fits ``max_temp_bytes``; when tracing, for a loss that is not a real
-        scalar, a batch that cannot be split, or a ``tx`` with more than one accumulator.
+        scalar, a batch that cannot be split, or a ``tx`` with more than one
+        accumulator.
 
     Examples:
       >>> import jax.numpy as jnp, optax

@@ -1,4 +1,4 @@
-"""Plans for all kinds of functions: the same values and gradients, from the smallest."""
+"""Plans for all kinds of functions: the same values and gradients."""
 
 import functools
 

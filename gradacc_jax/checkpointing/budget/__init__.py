@@ -13,8 +13,8 @@
    long loop is made one of loops.
 6. ``search``: some plans are compiled. Their bytes correct the predictions, until the
    cheapest that fits is found.
-7. ``apply``: the function is run by the plan, by whichever engine keeps recomputation in
-   place with the installed compiler (``selftest``).
+7. ``apply``: the function is run by the plan, by whichever engine keeps recomputation
+   in place with the installed compiler (``selftest``).
 
 ``fitting`` does all this, and ``report`` tells of it.
 """

@@ -15,6 +15,7 @@ little in segments of several.
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 
 import numpy as np
 
@@ -122,7 +123,7 @@ class _Places:
 
     def finest(self, at: list[int]) -> float:
         """The least bound for which there are cuts."""
-        return max(self.held(a, b) for a, b in zip(at, at[1:]))
+        return max(self.held(a, b) for a, b in itertools.pairwise(at))
 
     def best(self, at: list[int], bound: float) -> list[tuple[int, int]]:
         """The segments that hold no more than the bound and keep the least."""
@@ -145,7 +146,7 @@ class _Places:
             j = before[j]
             cuts.append(j)
         cuts.reverse()
-        return [(at[a], at[b]) for a, b in zip(cuts, cuts[1:])]
+        return [(at[a], at[b]) for a, b in itertools.pairwise(cuts)]
 
     def _kept(self, starts: np.ndarray, end: int) -> np.ndarray:
         """For segments from each start on, the bytes made in them and read later."""

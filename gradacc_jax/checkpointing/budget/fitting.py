@@ -216,24 +216,27 @@ class Fitted:
         traced = Traced(request.fun, shapes)
         device, sharding = _device_of(given.arrays)
         search, planner = _search_of(request, traced, given, shapes, device)
-        engine = [checkpointed, "none needed"]
-        # Other shapes within the same program: of a batch that does not divide, the last
-        # micro-batch.
+        engine: Engine = checkpointed
+        engine_name = "none needed"
+        # Other shapes within the same program: the last micro-batch of a batch that
+        # does not divide.
         others: dict[Any, list[Plan]] = {}
 
         def measure(plan: Plan) -> float:
-            if plan.cost and engine[1] == "none needed":
+            nonlocal engine, engine_name
+            if plan.cost and engine_name == "none needed":
                 name = engine_for(sharding)
-                engine[:] = [ENGINES[name or "jax.checkpoint"], name or "none holds"]
+                engine = ENGINES[name or "jax.checkpoint"]
+                engine_name = name or "none holds"
 
             def trial(*args: PyTree) -> PyTree:
                 now = Traced(request.fun, args)
                 key = now.program.signature
                 if key == traced.program.signature:
-                    return now.run(plan, engine[0])
+                    return now.run(plan, engine)
                 if key not in others:
                     others[key] = now.plans(planner, request)
-                return now.run(_no_larger(others[key], plan), engine[0])
+                return now.run(_no_larger(others[key], plan), engine)
 
             return _temporaries(request.lowered(trial, shapes))
 
@@ -242,17 +245,17 @@ class Fitted:
         )
         if best is None:
             raise ValueError(self._too_small(search, compiles))
-        if engine[1] == "none holds" and best.plan.cost:
+        if engine_name == "none holds" and best.plan.cost:
             warnings.warn(
                 f"{request.name}: the installed JAX does not keep recomputation in "
                 f"place on {device.platform} outside of loops; of the plans for it "
                 "fewer fit than should",
                 stacklevel=3,
             )
-        self._plans[traced.program.signature] = best.plan, engine[0]
+        self._plans[traced.program.signature] = best.plan, engine
         for key, found in others.items():
-            self._plans[key] = _no_larger(found, best.plan), engine[0]
-        return self._report(traced, shapes, search, best, compiles, str(engine[1]))
+            self._plans[key] = _no_larger(found, best.plan), engine
+        return self._report(traced, shapes, search, best, compiles, engine_name)
 
     def _too_small(self, search: Search, compiles: int) -> str:
         request = self.request
@@ -262,7 +265,7 @@ class Fitted:
             f"enough for {request.name}: "
         )
         if least == math.inf:
-            return f"{head}none of {compiles} programs compiled; see what the compiler says"
+            return f"{head}none of {compiles} programs compiled"
         return (
             f"{head}of {compiles} programs that were compiled the smallest needs "
             f"{least:.0f} bytes ({size_text(least)}); choose at least as many, or a "
@@ -303,7 +306,7 @@ class Fitted:
             plain_flops=plain,
             segments=tuple(map(segment_of, best.plan.pieces, best.plan.options)),
             frontier=tuple(map(point, search.plans)),
-            policies={k: point(p) for k, p in fixed_policies(search.plans).items()},
+            policies={k: point(p) for k, p in search.fixed.items()},
             num_compiles=compiles,
             engine=engine,
         )
@@ -326,14 +329,15 @@ def _search_of(
     """The search for a function on arguments, if there was one, or a new one."""
     leaves, tree = jax.tree.flatten(tuple(shapes))
     asked = request.fun, request.argnums, request.single, request.has_aux
-    key = (*asked, request.within, tree, tuple(leaves), device)
+    key: Any = (*asked, request.within, tree, tuple(leaves), device)
     try:
         signature, search, planner = _searches.pop(key, (None, None, None))
     except TypeError:  # what is static need not be hashable
         key, signature, search, planner = None, None, None, None
     if search is None or planner is None or signature != traced.program.signature:
         planner = Planner(rates_of(device))
-        search = Search(traced.plans(planner, request))
+        fixed: dict[str, Plan] = {}
+        search = Search(traced.plans(planner, request, fixed), fixed)
     if key is not None:
         _searches[key] = traced.program.signature, search, planner
         while len(_searches) > _KNOWN:
@@ -374,13 +378,19 @@ class Traced:
             if i in wanted and is_floating(self.shapes[place])
         ]
 
-    def plans(self, planner: Planner, request: Request) -> list[Plan]:
-        """The plans for this program."""
+    def plans(
+        self,
+        planner: Planner,
+        request: Request,
+        fixed: dict[str, Plan] | None = None,
+    ) -> list[Plan]:
+        """The plans for this program; those of fixed policies go into ``fixed``."""
         towards = [0] if request.has_aux else None
-        return planner.plans(self.program, self.wrt(request.argnums), towards=towards)
+        wrt = self.wrt(request.argnums)
+        return planner.plans(self.program, wrt, towards=towards, fixed=fixed)
 
     def run(self, plan: Plan, engine: Engine) -> PyTree:
-        """The function's result, by a plan that was made for this program or its like."""
+        """The function's result, by a plan for this program or one that is alike."""
         inputs = [*self.consts, *self.given.arrays]
         return self.made.joined(
             run_plan(for_program(plan, self.program), inputs, engine)
@@ -416,20 +426,15 @@ def is_traced(x: Any) -> bool:
     return is_array(x)
 
 
-def fixed_policies(plans: Sequence[Plan]) -> dict[str, Plan]:
-    """For each fixed policy the plan that applies it to the best segments."""
-    return {}
-
-
 def _no_larger(plans: Sequence[Plan], than: Plan) -> Plan:
     """The cheapest plan that needs no more bytes than another one."""
     return next((p for p in reversed(plans) if p.peak <= than.peak), plans[0])
 
 
 def _temporaries(lowered: jax.stages.Lowered) -> float:
-    """The temporaries of a program, in bytes; infinite if it is too large to compile."""
+    """The temporaries of a program; infinite if it is too large to compile."""
     try:
-        stats = lowered.compile().memory_analysis()
+        stats: Any = lowered.compile().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             return math.inf

@@ -14,13 +14,13 @@ from typing import Any
 import jax
 from jax import lax
 
+from gradacc_jax.checkpointing.budget.needs import shape_of
 from gradacc_jax.checkpointing.budget.programs import (
     Operation,
     Program,
     bind,
     num_bytes,
 )
-from gradacc_jax.checkpointing.budget.needs import shape_of
 
 
 class Loop:

@@ -1,4 +1,4 @@
-"""Plans: for every segment of a program what is kept, and what that costs.
+r"""Plans: for every segment of a program what is kept, and what that costs.
 
 A plan is one way to cut a program, and for every segment one of its choices: let it
 alone, or compute it again from what comes in and from what a minimum cut says to save.
@@ -7,7 +7,7 @@ inputs and saved values of that segment and of all before it, and all that the
 derivative of this one needs:
 
 .. math::
-    M = \\max_s \\; \\Big( \\sum_{i < s} (x_i + k_i) + k_s + h_s \\Big),
+    M = \max_s \; \Big( \sum_{i < s} (x_i + k_i) + k_s + h_s \Big),
 
 with x what crosses into later segments, k what is kept and h what is held besides while
 the segment is computed again. In a loop all that is kept is kept once for every turn.
@@ -29,8 +29,8 @@ from gradacc_jax.checkpointing.budget.costs import Rates, again
 from gradacc_jax.checkpointing.budget.cuts import Segment, segmentations
 from gradacc_jax.checkpointing.budget.loops import Loop, inner_lengths
 from gradacc_jax.checkpointing.budget.needs import needs_of
-from gradacc_jax.checkpointing.budget.programs import Program, is_floating, is_key
-from gradacc_jax.checkpointing.budget.solve import Problem, Task, pareto
+from gradacc_jax.checkpointing.budget.programs import Program, is_key
+from gradacc_jax.checkpointing.budget.solve import Choice, Problem, Task, pareto
 
 _LEVELS = 24
 # A loop that keeps a smaller part of all than this is an operation like others.
@@ -97,6 +97,7 @@ class Piece:
       outputs: those of its results.
       crossing: the bytes of those that later segments read.
       options: its choices, the fewest bytes first.
+      fixed: what fixed policies choose, by their names.
     """
 
     segment: Segment
@@ -105,6 +106,7 @@ class Piece:
     outputs: list[int]
     crossing: float
     options: list[Option]
+    fixed: dict[str, Option] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -167,7 +169,7 @@ class Planner:
 
     def __init__(self, rates: Rates):
         self.rates = rates
-        self._solved: dict[Any, list[Option]] = {}
+        self._solved: dict[Any, tuple[list[Option], dict[str, Option]]] = {}
 
     def plans(
         self,
@@ -175,6 +177,7 @@ class Planner:
         wrt: Sequence[int],
         turns: int = 1,
         towards: Sequence[int] | None = None,
+        fixed: dict[str, Plan] | None = None,
     ) -> list[Plan]:
         """The plans that no other beats in bytes and seconds, the fewest bytes first.
 
@@ -183,6 +186,7 @@ class Planner:
           wrt: the inputs that it is differentiated with respect to.
           turns: how often it runs, if it is the body of a loop.
           towards: which of its results are differentiated; None for all.
+          fixed: is given the plan of each fixed policy, on the segments that suit it.
         """
         needs = needs_of(program, wrt, towards)
         is_wrt = [v in set(wrt) for v in range(program.num_inputs)]
@@ -191,7 +195,7 @@ class Planner:
             float(sum(program.nbytes[v] for v in operation.outputs if v in needs))
             for operation in program.operations
         ]
-        loops: dict[int, list[Option]] = {}
+        loops: dict[int, tuple[list[Option], dict[str, Option]]] = {}
         alone: list[int] = []
         enough = _SMALL * sum(held)
         for i, operation in enumerate(program.operations):
@@ -199,9 +203,9 @@ class Planner:
                 alone.append(i)
             elif operation.name == "scan" and operation.eqn.params["length"] > 1:
                 given = [isinstance(v, int) and active[v] for v in operation.inputs]
-                options = self._loop(Loop(operation), given)
+                options, of_policies = self._loop(Loop(operation), given)
                 if options and options[-1].kept > enough:
-                    loops[i] = options
+                    loops[i] = options, of_policies
                     alone.append(i)
         found: list[Plan] = []
         for number, cut in enumerate(segmentations(program, held, alone)):
@@ -212,7 +216,8 @@ class Planner:
                     v for v in outputs if program.last_read_at[v] >= segment.end
                 }
                 if segment.alone:
-                    options = loops.get(segment.start, [Option(0, 0, 0, 0, Alone())])
+                    as_it_is: Any = [Option(0, 0, 0, 0, Alone())], {}
+                    options, of_policies = loops.get(segment.start, as_it_is)
                 else:
                     made = range(part.num_inputs, len(part.avals))
                     whole = [
@@ -221,7 +226,7 @@ class Planner:
                         for v in o.outputs
                     ]
                     local = dict(zip(whole, made, strict=True))
-                    options = self._options(
+                    options, of_policies = self._options(
                         part,
                         frozenset(local[v] for v in whole if v in needs),
                         frozenset(local[v] for v in crossing),
@@ -235,9 +240,16 @@ class Planner:
                         outputs,
                         float(sum(program.nbytes[v] for v in crossing)),
                         options,
+                        of_policies,
                     )
                 )
-            found += _Cut(program, number, tuple(pieces), turns).plans()
+            ways = _Cut(program, number, tuple(pieces), turns)
+            found += ways.plans()
+            if fixed is not None:
+                for name in _POLICIES:
+                    plan = ways.fixed(name)
+                    if name not in fixed or plan.peak < fixed[name].peak:
+                        fixed[name] = plan
         return _best(found, turns)
 
     def _options(
@@ -246,8 +258,8 @@ class Planner:
         needed: frozenset[int],
         free: frozenset[int],
         active: tuple[bool, ...],
-    ) -> list[Option]:
-        """The choices for a segment: one for each corner of its frontier, and alone."""
+    ) -> tuple[list[Option], dict[str, Option]]:
+        """The choices for a segment: corners of its frontier, alone; fixed policies."""
         key = part.signature, needed, free, active
         if key not in self._solved:
             self._solved[key] = self._solve(part, needed, free, active)
@@ -259,12 +271,12 @@ class Planner:
         needed: frozenset[int],
         free: frozenset[int],
         active: tuple[bool, ...],
-    ) -> list[Option]:
+    ) -> tuple[list[Option], dict[str, Option]]:
         is_active = part.active(active)
         everything = float(sum(part.nbytes[v] for v in needed - free))
         alone = Option(everything, 0.0, 0.0, 0.0, Alone())
         if not needed:
-            return [alone]
+            return [alone], {}
         forced, forced_flops, tasks = 0.0, 0.0, []
         for i, operation in enumerate(part.operations):
             cost = again(part, i, self.rates)
@@ -288,30 +300,37 @@ class Planner:
 
         held = float(sum(part.nbytes[v] for v in needed))
         problem = Problem(tasks, needed, nbytes)
-        choices = problem.frontier(limit=_CORNERS if len(tasks) < _LARGE else 3)
-        choices += [problem.saving(values) for values in _of_policies(part).values()]
-        found = [alone]
-        for choice in pareto(choices):
+
+        def option(choice: Choice) -> Option:
             there = sum(part.nbytes[v] for v in choice.saved & needed)
             flops = sum(part.work[i].total for i in choice.again if tasks[i].cost)
-            option = Option(
+            return Option(
                 choice.nbytes,
                 held - there,
                 choice.cost + forced,
                 flops + forced_flops,
                 Again(choice.saved),
             )
-            if option.kept < everything and option.cost > 0:
-                found.append(option)
-        return sorted(found, key=lambda o: o.kept)
 
-    def _loop(self, loop: Loop, active: Sequence[bool]) -> list[Option]:
+        fixed = {k: problem.saving(v) for k, v in _of_policies(part).items()}
+        corners = problem.frontier(limit=_CORNERS if len(tasks) < _LARGE else 3)
+        options = [option(choice) for choice in pareto([*corners, *fixed.values()])]
+        found = [o for o in options if o.kept < everything and o.cost > 0]
+        return (
+            sorted([*found, alone], key=lambda o: o.kept),
+            {name: option(choice) for name, choice in fixed.items()},
+        )
+
+    def _loop(
+        self, loop: Loop, active: Sequence[bool]
+    ) -> tuple[list[Option], dict[str, Option]]:
         """The choices for a loop: its body by any plan, and loops of loops."""
         wrt = loop.wrt(active)
         if not wrt:
-            return []
+            return [], {}
         length, carry = loop.length, float(loop.carry_bytes)
-        plans = self.plans(loop.body, wrt, turns=length)
+        of_policies: dict[str, Plan] = {}
+        plans = self.plans(loop.body, wrt, turns=length, fixed=of_policies)
         needs = needs_of(loop.body, wrt)
         used = float(sum(loop.body.nbytes[v] for v in loop.carried if v in needs))
         found = []
@@ -319,19 +338,21 @@ class Planner:
             self.rates.seconds(loop.body, i) for i in range(len(loop.body.operations))
         )
         work = sum(work.total for work in loop.body.work)
-        for plan in plans:
+
+        def whole(plan: Plan) -> Option:
             is_plain = all(isinstance(o.way, Alone) for o in plan.options)
             kept = plan.kept + (used if is_plain else carry)
-            way = Alone() if is_plain else InLoop(loop, plan, None)
-            found.append(
-                Option(
-                    length * kept,
-                    plan.held,
-                    length * plan.cost,
-                    length * plan.flops,
-                    way,
-                )
+            return Option(
+                length * kept,
+                plan.held,
+                length * plan.cost,
+                length * plan.flops,
+                Alone() if is_plain else InLoop(loop, plan, None),
             )
+
+        for plan in plans:
+            found.append(whole(plan))
+            kept = found[-1].kept / length
             for turns in inner_lengths(length):
                 outer, rest = divmod(length, turns)
                 copied = float(loop.sliced_bytes) if rest else 0.0
@@ -349,13 +370,16 @@ class Planner:
         for option in found:
             if not best or option.cost < best[-1].cost:
                 best.append(option)
-        return best
+        return best, {name: whole(plan) for name, plan in of_policies.items()}
+
+
+_POLICIES = ("full", "dots", "dots_with_no_batch_dims")
 
 
 def _of_policies(part: Program) -> dict[str, frozenset[int]]:
     """What the fixed policies save of a program."""
     found: dict[str, frozenset[int]] = {}
-    for name in ("full", "dots", "dots_with_no_batch_dims"):
+    for name in _POLICIES:
         policy = policies.resolve(name)
         found[name] = frozenset(
             v
@@ -410,8 +434,12 @@ class _Cut:
 
     def bytes(self, at: Sequence[int] | np.ndarray) -> tuple[float, float]:
         """What a state keeps for the backward pass, and what it holds besides."""
-        kept, held = self.table[:, self.rows, at]
+        return self._bytes(*self.table[:, self.rows, at])
+
+    def _bytes(self, kept: np.ndarray, held: np.ndarray) -> tuple[float, float]:
         through = self.crossing + kept
+        if not len(through):
+            return 0.0, 0.0
         if self.turns > 1:
             return float(through.sum()), float(held.max())
         before = np.cumsum(through) - through
@@ -450,16 +478,23 @@ class _Cut:
                 at[i] = before
         return at
 
+    def fixed(self, policy: str) -> Plan:
+        """The plan of a fixed policy on every segment but the last."""
+        options = [p.fixed.get(policy, p.options[-1]) for p in self.pieces]
+        if options and self.turns == 1:
+            options[-1] = self.pieces[-1].options[-1]
+        return self._of(options)
+
     def _plan(self, at: Sequence[int]) -> Plan:
-        kept, held = self.bytes(at)
+        return self._of([p.options[i] for p, i in zip(self.pieces, at)])
+
+    def _of(self, options: Sequence[Option]) -> Plan:
+        kept, held = self._bytes(
+            np.array([o.kept for o in options]), np.array([o.held for o in options])
+        )
+        cost = float(sum(o.cost for o in options))
         return Plan(
-            self.program,
-            self.number,
-            self.pieces,
-            tuple(p.options[i] for p, i in zip(self.pieces, at)),
-            kept,
-            held,
-            float(sum(c[i] for c, i in zip(self.cost, at))),
+            self.program, self.number, self.pieces, tuple(options), kept, held, cost
         )
 
 

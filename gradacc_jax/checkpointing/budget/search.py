@@ -7,7 +7,7 @@ for the plans near them, and the next plan to be compiled is always the cheapest
 those that now seem to fit.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 
 from gradacc_jax.checkpointing.budget.plans import Plan
@@ -39,10 +39,11 @@ class Search:
 
     Args:
       plans: the fewest bytes first; the last one leaves the program as it is.
+      fixed: plans of fixed policies, to be compared with.
     """
 
-    def __init__(self, plans: Sequence[Plan]):
-        self.plans = plans
+    def __init__(self, plans: Sequence[Plan], fixed: Mapping[str, Plan]):
+        self.plans, self.fixed = plans, fixed
         self.trials: list[Trial] = []
 
     @property

@@ -58,7 +58,8 @@ def engine_for(sharding: Any) -> str | None:
             return jnp.sum(y * y)
 
         compiled = jax.jit(jax.grad(loss)).lower(x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        stats: Any = compiled.memory_analysis()
+        return int(stats.temp_size_in_bytes)
 
     plain = temporaries(None)
     for name, engine in ENGINES.items():

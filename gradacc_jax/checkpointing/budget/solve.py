@@ -191,8 +191,8 @@ class _Graph:
         # From, to, bytes that are paid for, seconds.
         edges = [(0, value[v], 0.0, math.inf) for v in problem.needed]
         for v in problem.values:
-            task = self.places[problem.made_by[v]]
-            edges.append((value[v], task, problem.nbytes[v], 0.0))
+            maker = self.places[problem.made_by[v]]
+            edges.append((value[v], maker, problem.nbytes[v], 0.0))
         for t, task in problem.tasks.items():
             edges.append((self.places[t], 1, 0.0, task.cost))
             edges += [(self.places[t], value[v], 0.0, math.inf) for v in task.inputs]
