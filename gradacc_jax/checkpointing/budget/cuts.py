@@ -22,6 +22,10 @@ import numpy as np
 from gradacc_jax.checkpointing.budget.programs import Program, is_key
 
 _PLACES = 400
+# Into about how many segments to cut, and of how many ways to keep the best, and the
+# first ones.
+_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+_BEST, _COARSE = 5, 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,39 +45,38 @@ class Segment:
 
 
 def segmentations(
-    program: Program, held: Sequence[float], alone: Sequence[int], bounds: int = 7
+    program: Program, held: Sequence[float], alone: Sequence[int]
 ) -> list[tuple[Segment, ...]]:
-    """Ways to cut a program, from many segments to few.
+    """Ways to cut a program.
 
     Args:
       program: what to cut.
       held: for each operation, the bytes that the derivative needs of what it makes.
       alone: operations that stand alone.
-      bounds: how many bounds on a segment to try, at most.
 
     Returns:
-      Each way once. The last one has as few cuts as the operations that stand alone
-      make.
+      Of the ways that were tried those that promise the least bytes when all is
+      computed again, and coarse ones, which cut little off what is left alone.
     """
-    size = len(program.operations)
     places = _Places(program, held)
-    stretches, start = [], 0
-    for i in sorted(alone):
-        stretches.append((start, i))
+    parts, start = [], 0
+    for i in [*sorted(alone), len(program.operations)]:
+        parts.append((start, i))
         start = i + 1
-    stretches.append((start, size))
-    stretches = [(a, b) for a, b in stretches if a < b]
-    candidates = [places.candidates(a, b) for a, b in stretches]
-    least = max((places.finest(c) for c in candidates), default=0)
-    most = max((places.held(a, b) for a, b in stretches), default=0)
-    tried = np.geomspace(max(least, 1), max(most, least, 1), bounds)
-    found: dict[tuple[Segment, ...], None] = {}
-    for bound in [*tried, 2 * max(most, 1)]:
+    candidates = [places.candidates(a, b) for a, b in parts if a < b]
+    most = max((places.held(at[0], at[-1]) for at in candidates), default=0.0)
+    found: dict[tuple[Segment, ...], float] = {}
+    for number in _NUMBERS:
         cut = [Segment(i, i + 1, alone=True) for i in alone]
         for at in candidates:
+            # A little more, or blocks of equal size would not fit.
+            bound = 1.05 * most / number
             cut += [Segment(a, b) for a, b in places.best(at, bound)]
-        found[tuple(sorted(cut, key=lambda s: s.start))] = None
-    return list(found)
+        cut.sort(key=lambda segment: segment.start)
+        found[tuple(cut)] = places.least(cut)
+    coarse = list(found)[:_COARSE]
+    best = sorted(found, key=lambda cut: found[cut])[:_BEST]
+    return list(dict.fromkeys([*best, *coarse]))
 
 
 def stretches(program: Program, size: int) -> list[tuple[int, int]]:
@@ -124,6 +127,15 @@ class _Places:
     def finest(self, at: list[int]) -> float:
         """The least bound for which there are cuts."""
         return max(self.held(a, b) for a, b in itertools.pairwise(at))
+
+    def least(self, cut: Sequence[Segment]) -> float:
+        """The bytes of a way to cut, if everything is computed again."""
+        crossing, most = 0.0, 0.0
+        for segment in cut:
+            if not segment.alone:
+                most = max(most, self.held(segment.start, segment.end))
+            crossing += float(self._kept(np.array([segment.start]), segment.end)[0])
+        return crossing + most
 
     def best(self, at: list[int], bound: float) -> list[tuple[int, int]]:
         """The segments that hold no more than the bound and keep the least."""
