@@ -156,7 +156,10 @@ def test_every_engine_gives_the_same(block, engine):
     check(chain(block), *layers(), engine=ENGINES[engine])
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
+SCAN = pytest.param(True, id="scan", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("scan", [pytest.param(False, id="unrolled"), SCAN])
 @pytest.mark.parametrize("kind", models.PROGRAMS)
 def test_models_with_dropout_statistics_and_sown_values_give_the_same(kind, scan):
     loss, params = models.PROGRAMS[kind](lambda block: block, jnp.float32, scan)
