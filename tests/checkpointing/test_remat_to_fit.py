@@ -1,4 +1,4 @@
-"""remat_to_fit keeps its contract: bytes of compiled programs, monotone, never mixed."""
+"""remat_to_fit keeps its contract: compiled bytes, monotone, plans never mixed."""
 
 import chex
 import jax
@@ -198,7 +198,10 @@ def test_bytes_of_sharded_arguments_are_those_of_one_device():
 def test_a_training_step_fits_as_a_whole_and_trains_the_same(form):
     opt = optax.sgd(0.1)
     tx = accumulate(opt, 2) if form == "across calls" else opt
-    options = {"in one call": {"num_microbatches": 2}, "ragged": {"microbatch_size": 96}}
+    options = {
+        "in one call": {"num_microbatches": 2},
+        "ragged": {"microbatch_size": 96},
+    }
     options = {"donate": False, **options.get(form, {})}
     state = tx.init(W)
     plain = train_step(scanned, tx, **options)
