@@ -198,11 +198,11 @@ def test_bytes_of_sharded_arguments_are_those_of_one_device():
 def test_a_training_step_fits_as_a_whole_and_trains_the_same(form):
     opt = optax.sgd(0.1)
     tx = accumulate(opt, 2) if form == "across calls" else opt
-    options = {
-        "in one call": {"num_microbatches": 2},
-        "ragged": {"microbatch_size": 96},
-    }
-    options = {"donate": False, **options.get(form, {})}
+    options = {"donate": False}
+    if form == "in one call":
+        options["num_microbatches"] = 2
+    if form == "ragged":
+        options["microbatch_size"] = 96
     state = tx.init(W)
     plain = train_step(scanned, tx, **options)
     before = programs.program(plain.lower(W, state, X)).temporaries
