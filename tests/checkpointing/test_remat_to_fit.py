@@ -68,6 +68,8 @@ def test_the_compiled_program_is_within_the_budget_and_no_fixed_policy_is_better
 
     policies = jax.checkpoint_policies
     known = (policies.nothing_saveable, policies.dots_saveable)
+    if loss is unrolled and selftest.engine_for(None) != "jax.checkpoint":
+        known = ()  # a policy that the compiler undoes is none
     fixed = [(plain, flops_of(jax.value_and_grad(loss), W, X).total)]
     fixed += map(by_policy, known)
     wanted = jax.value_and_grad(loss)(W, X)

@@ -53,14 +53,14 @@ def _function(piece: Piece, option: Option, engine: Engine) -> Callable[..., lis
         case Again(saved):
             return engine(piece.program, saved)
         case InLoop(loop, plan, turns):
-
+            # Forward and backward pass are two loops, whose bodies no compiler merges.
             def body(*inputs: Any) -> list[Any]:
-                return run_plan(plan, inputs, engine)
+                return run_plan(plan, inputs, checkpointed)
 
             looped = (
                 loop.with_body(body)
                 if turns is None
-                else loop.in_parts(body, turns, whole(engine))
+                else loop.in_parts(body, turns, jax.checkpoint)
             )
             # The piece's inputs are in the order in which its operation reads them.
             (operation,) = piece.program.operations
@@ -245,17 +245,4 @@ def _in_a_branch(
         lambda *_: [jnp.zeros(x.shape, x.dtype) for x in shapes],
         residuals,
         cotangents,
-    )
-
-
-def whole(engine: Engine) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """The engine for a function of which nothing but the inputs is kept."""
-    if engine is checkpointed:
-        return jax.checkpoint
-    guard = _in_a_branch if engine is conditional else _behind_a_barrier
-    return lambda function: _guarded(
-        function,
-        lambda inputs: (function(*inputs), ()),
-        lambda inputs, _: function(*inputs),
-        guard,
     )

@@ -222,12 +222,16 @@ class Fitted:
         # does not divide.
         others: dict[Any, list[Plan]] = {}
 
-        def measure(plan: Plan) -> float:
+        def settle() -> None:
             nonlocal engine, engine_name
-            if plan.cost and engine_name == "none needed":
+            if engine_name == "none needed":
                 name = engine_for(sharding)
                 engine = ENGINES[name or "jax.checkpoint"]
                 engine_name = name or "none holds"
+
+        def measure(plan: Plan) -> float:
+            if plan.cost:
+                settle()
 
             def trial(*args: PyTree) -> PyTree:
                 now = Traced(request.fun, args)
@@ -245,6 +249,8 @@ class Fitted:
         )
         if best is None:
             raise ValueError(self._too_small(search, compiles))
+        if best.plan.cost:
+            settle()  # which nothing did if the plan was known
         if engine_name == "none holds" and best.plan.cost:
             warnings.warn(
                 f"{request.name}: the installed JAX does not keep recomputation in "
