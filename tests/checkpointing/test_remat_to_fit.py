@@ -11,7 +11,7 @@ import optax
 import pytest
 
 from gradacc_jax import RematReport, accumulate, remat_to_fit, train_step
-from gradacc_jax.checkpointing.budget import selftest
+from gradacc_jax.checkpointing.budget import fitting, selftest
 from gradacc_jax.checkpointing.flops import flops_of
 from gradacc_jax.checkpointing.sizes import parse_size, size_text
 from tests import chips, programs
@@ -249,9 +249,7 @@ def test_an_engine_is_found_that_keeps_recomputation_in_place():
 
 
 def test_a_stack_that_keeps_nothing_in_place_is_told(monkeypatch):
-    monkeypatch.setattr(
-        "gradacc_jax.checkpointing.budget.fitting.engine_for", lambda sharding: None
-    )
+    monkeypatch.setattr(fitting, "engine_for", lambda sharding: None)
 
     def loss(w, x):  # one that is not known yet
         return scanned(w, x)

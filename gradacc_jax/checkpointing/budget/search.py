@@ -17,6 +17,8 @@ from gradacc_jax.checkpointing.sizes import size_text
 # nothing better is known than a prediction.
 _ENOUGH = 0.985
 _CLEAR = 0.997
+# What seems to need so much more may fit all the same; and how many of these to try.
+_NEAR, _MISSES = 1.05, 3
 # Plans of least bytes to compile before a budget is given up.
 _LEAST = 4
 
@@ -122,8 +124,8 @@ class Search:
         fitting = [p for p in left if seems[id(p)] <= _CLEAR * budget]
         if fitting:
             return min(fitting, key=lambda p: p.cost)
-        if best is not None or not left:
-            return None
+        if best is not None:
+            return self._near_miss(budget, best, left, seems)
         # Nothing fits yet. The least bytes may be those of another cut than it seems.
         failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
         least = min((t.nbytes for t in failed), default=float("inf"))
@@ -131,6 +133,20 @@ class Search:
         if len(failed) >= _LEAST or not hopeful:
             return None
         return min(hopeful, key=lambda p: seems[id(p)])
+
+    def _near_miss(
+        self, budget: int, best: Trial, left: list[Plan], seems: dict[int, float]
+    ) -> Plan | None:
+        """A cheaper plan that nearly seems to fit, since predictions are rough."""
+        missed = [
+            t
+            for t in self.trials
+            if t.plan.cost < best.plan.cost and budget < t.nbytes <= _NEAR * budget
+        ]
+        near = [p for p in left if seems[id(p)] <= _NEAR * budget]
+        if len(missed) >= _MISSES or not near:
+            return None
+        return min(near, key=lambda p: seems[id(p)])
 
 
 def _text(nbytes: float) -> str:
