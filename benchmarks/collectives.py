@@ -227,10 +227,12 @@ def moved(programs: list[Any], mesh: Mesh, k: int) -> Moved:
                 SIZES.get(kind, 4) * math.prod(int(n) for n in dims.split(",") if n)
                 for kind, dims in SHAPE.findall(found[1])
             ]
-            # An asynchronous one shows its operands beside its results.
-            size = sum(sizes) / (2 if "-start(" in line else 1)
+            size = float(sum(sizes))
             share = (mesh.size - 1) / mesh.size
-            if found[2] == "reduce-scatter":
+            if found[2] in ("reduce-scatter", "all-gather") and "-start(" in line:
+                # An asynchronous one shows its operands beside its results.
+                size *= mesh.size / (mesh.size + 1)
+            elif found[2] == "reduce-scatter":
                 size *= mesh.size
             turns = times * runs[computation]
             if size > 1024:

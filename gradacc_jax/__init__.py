@@ -14,8 +14,8 @@ from gradacc_jax.accumulation import (
     init_on_mesh,
     process,
     raise_if_skipping,
-    restored,
-    saveable,
+    restored_state,
+    saveable_state,
     state_shardings,
     state_specs,
 )
@@ -43,6 +43,10 @@ from gradacc_jax.equivalence import (
 )
 from gradacc_jax.microbatching import grad, value_and_grad
 from gradacc_jax.monitoring import StepMetrics
+from gradacc_jax.planning.chips import Chip, chips
+from gradacc_jax.planning.compile import MemoryEstimate, estimate_memory
+from gradacc_jax.planning.public import plan, plan_step
+from gradacc_jax.planning.report import Candidate, Plan
 from gradacc_jax.statistics import rescale_momentum
 from gradacc_jax.training import train_step
 
@@ -51,9 +55,13 @@ __version__ = "0.1.0"
 __all__ = [
     "AccumulateState",
     "AccumulateTransformation",
+    "Candidate",
+    "Chip",
     "Difference",
     "EquivalenceReport",
+    "MemoryEstimate",
     "ParameterEmaState",
+    "Plan",
     "RematPoint",
     "RematReport",
     "RematSegment",
@@ -66,13 +74,17 @@ __all__ = [
     "apply_gradients",
     "assert_equivalence",
     "check_equivalence",
+    "chips",
     "chunked_encode",
+    "estimate_memory",
     "for_num_devices",
     "from_multi_steps_state",
     "grad",
     "has_updated",
     "init_on_mesh",
     "parameter_ema",
+    "plan",
+    "plan_step",
     "policies",
     "process",
     "raise_if_skipping",
@@ -82,8 +94,8 @@ __all__ = [
     "remat_to_fit",
     "rescale_momentum",
     "residual_report",
-    "restored",
-    "saveable",
+    "restored_state",
+    "saveable_state",
     "state_shardings",
     "state_specs",
     "train_step",

@@ -491,7 +491,7 @@ def _added_in_place(
     def forward_pass(total: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         return *loss(params), total
 
-    total = options.on_device(windows.opened(state.acc_grads, first=first))
+    total = options.opened(state)
     if weight is None:
         value, aux, total = both_passes(total)
     else:

@@ -7,6 +7,11 @@ import os
 
 # A machine with an accelerator runs these tests on its CPU, unless told otherwise.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Most of a test's time goes into machine code that runs once. What is counted here
+# (copies, temporaries, collectives, FLOPs) is decided before that, by XLA's own passes.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=0"
+)
 
 import hypothesis
 import jax

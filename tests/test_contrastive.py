@@ -102,6 +102,7 @@ def test_in_float64_it_is_the_full_batchs_to_twelve_digits():
     assert distance(narrow, jax.device_get(expected)) < 10 * EPS
 
 
+@pytest.mark.slow
 def test_accumulating_the_same_micro_batches_is_another_loss():
     params, *batch = case()
     _, expected = FULL(params, *batch)
@@ -111,6 +112,7 @@ def test_accumulating_the_same_micro_batches_is_another_loss():
     assert distance(found, expected) < 10 * EPS
 
 
+@pytest.mark.slow
 def test_a_temperature_outside_the_towers_is_counted_once():
     # Without matrix products the representations, and so the ratio, are exact.
     def scaled(w, x):
@@ -125,6 +127,7 @@ def test_a_temperature_outside_the_towers_is_counted_once():
         assert found / jax.jit(jax.grad(loss))(0.5, 1.5, x) == 1
 
 
+@pytest.mark.slow
 def test_tied_towers_get_the_gradients_of_both():
     def loss(params, x, y, encode=tower):
         shared = params["image"]
@@ -135,6 +138,7 @@ def test_tied_towers_get_the_gradients_of_both():
     chex.assert_trees_all_close(found, jax.jit(jax.grad(loss))(*args), atol=10 * EPS)
 
 
+@pytest.mark.slow
 def test_the_batch_and_several_arguments_can_be_differentiated():
     args = case()
     found = jax.jit(jax.grad(chunked(clip, 5), (0, 1, 2)))(*args)
@@ -142,6 +146,7 @@ def test_the_batch_and_several_arguments_can_be_differentiated():
     chex.assert_trees_all_close(found, expected, atol=10 * EPS)
 
 
+@pytest.mark.slow
 def test_forward_mode_and_second_derivatives_work():
     params, *batch = case(n=12)
     ones = jax.tree.map(jnp.ones_like, params)
@@ -159,6 +164,7 @@ def test_forward_mode_and_second_derivatives_work():
     )
 
 
+@pytest.mark.slow
 def test_a_batch_of_batches_goes_through_vmap():
     params, *batch = case(n=12)
     stacked = [np.stack([x, x[::-1]]) for x in batch]

@@ -389,6 +389,7 @@ def test_a_mixture_of_experts_is_left_in_peace_but_for_its_load_balancing():
 
 
 @pytest.mark.optax_promotes
+@pytest.mark.slow
 def test_batch_norm_of_flax_is_named():
     class Normed(nn.Module):
         @nn.compact
@@ -573,6 +574,7 @@ def test_a_denominator_that_is_clipped_shows_as_a_factor():
     assert "by 0.5" in report.causes[names.SCALE]
 
 
+@pytest.mark.slow
 def test_weights_are_judged_in_a_micro_step():
     tx = accumulate(SGD, 4)
     weights = {"none": None, "right": tokens, "wrong": lambda b: 1 + tokens(b)}

@@ -18,8 +18,8 @@ from gradacc_jax import (
     apply_gradients,
     for_num_devices,
     init_on_mesh,
-    restored,
-    saveable,
+    restored_state,
+    saveable_state,
     state_shardings,
     state_specs,
     train_step,
@@ -886,11 +886,11 @@ def test_unreduced_sums_go_through_a_checkpoint_to_the_bit():
         like = jax.jit(tx.init)(params)
         batches = [jax.device_put(jax.device_get(b), P("data")) for b in BATCHES[:2]]
         params, state = step(params, like, batches[0])
-        saved = saveable(state)
+        saved = saveable_state(state)
         assert saved.acc_grads.shape == (4, 8, 8)
         parts = np.asarray(saved.acc_grads)
         assert len({part.tobytes() for part in parts}) == 4
-        again = restored(
+        again = restored_state(
             jax.device_put(
                 jax.device_get(saved), jax.tree.map(lambda x: x.sharding, saved)
             ),

@@ -11,8 +11,8 @@ from gradacc_jax.accumulation.application import apply_gradients
 from gradacc_jax.accumulation.placement import (
     for_num_devices,
     init_on_mesh,
-    restored,
-    saveable,
+    restored_state,
+    saveable_state,
     state_shardings,
     state_specs,
 )
@@ -43,8 +43,8 @@ __all__ = [
     "init_on_mesh",
     "process",
     "raise_if_skipping",
-    "restored",
-    "saveable",
+    "restored_state",
+    "saveable_state",
     "state_shardings",
     "state_specs",
 ]

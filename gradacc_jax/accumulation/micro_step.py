@@ -159,15 +159,27 @@ class Accumulation:
             acc_grads=acc_grads, acc_weight=acc_weight, acc_extra_args=acc_extra_args
         )
 
-    def on_device(self, total: PyTree) -> PyTree:
-        """Sums without their axis of devices, in the shapes of the gradients."""
+    def opened(self, state: AccumulateState) -> PyTree:
+        """The sums for an addition in place, in the shapes of the gradients.
+
+        Zeros where the window opens, by selection. Fused with the axis of devices taken
+        away, that selection would be written elsewhere, so it is a loop then, of one
+        turn or none.
+        """
+        first = state.mini_step == 0
         if not self.has_device_axis:
-            return total
-        # Behind a barrier the reshape is free; within a fusion it would cost a copy.
-        return jax.tree.map(lambda x: x[0], jax.lax.optimization_barrier(total))
+            return windows.opened(state.acc_grads, first=first)
+        total = jax.tree.map(lambda x: x[0], state.acc_grads)
+
+        def clear(carry: tuple[PyTree, jax.Array]) -> tuple[PyTree, jax.Array]:
+            zeros = jax.tree.map(jnp.zeros_like, carry[0])
+            return reduction.vary_like(zeros, carry[0]), jnp.zeros((), bool)
+
+        total, _ = jax.lax.while_loop(lambda carry: carry[1], clear, (total, first))
+        return total
 
     def from_device(self, total: PyTree) -> PyTree:
-        """What :meth:`on_device` took the axis from, with it."""
+        """Arrays of one device's gradients with an axis of devices, if there is one."""
         return jax.tree.map(lambda x: x[None], total) if self.has_device_axis else total
 
     def update(
@@ -483,7 +495,7 @@ class Accumulation:
             parts = reduction.num_devices(self.axes) if self.shard_accumulators else 0
             sums = state.acc_grads
             if self.has_device_axis:
-                sums = jax.eval_shape(self.on_device, sums)
+                sums = jax.eval_shape(lambda x: jax.tree.map(lambda y: y[0], x), sums)
             checks.check_gradients(grads, sums, self.accumulator_dtype, parts)
         if set(state.acc_extra_args) != set(self.average_extra_args):
             raise ValueError(

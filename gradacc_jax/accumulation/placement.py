@@ -77,7 +77,7 @@ def state_specs(
 
     def look() -> PyTree:
         state = tx.init(shapes)
-        specs = _like_params(tx, state, param_specs, PartitionSpec())
+        specs = _like_params(tx, state, params, param_specs, PartitionSpec())
         found.append(_with_device_axes(state, specs, shapes, axes))
         return state
 
@@ -140,7 +140,8 @@ def state_shardings(
         )
     where = jax.tree.map(lambda x: _spread(x, shard_over), params)
     state = jax.eval_shape(tx.init, params)
-    return _like_params(tx, state, where, NamedSharding(mesh, PartitionSpec()))
+    other = NamedSharding(mesh, PartitionSpec())
+    return _like_params(tx, state, params, where, other)
 
 
 def init_on_mesh(
@@ -266,7 +267,7 @@ def for_num_devices(state: PyTree, params: PyTree, num_devices: int) -> PyTree:
     return jax.tree.map(one, state, is_leaf=is_accumulator)
 
 
-def saveable(state: PyTree) -> PyTree:
+def saveable_state(state: PyTree) -> PyTree:
     """The state with its unreduced sums as arrays that can be read and saved.
 
     What is unreduced on an explicit mesh is a part of a sum on every device, and not an
@@ -282,13 +283,13 @@ def saveable(state: PyTree) -> PyTree:
     Examples:
       >>> import jax, jax.numpy as jnp, optax
       >>> from jax.sharding import AxisType
-      >>> from gradacc_jax import accumulate, restored, saveable
+      >>> from gradacc_jax import accumulate, restored_state, saveable_state
       >>> tx = accumulate(optax.sgd(0.5), 2, axis_name="data")
       >>> mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
       >>> with jax.set_mesh(mesh):
       ...     state = jax.jit(tx.init)(jnp.zeros(3))
-      >>> saved = saveable(state)
-      >>> print(saved.acc_grads.shape, restored(saved, state).acc_grads.shape)
+      >>> saved = saveable_state(state)
+      >>> print(saved.acc_grads.shape, restored_state(saved, state).acc_grads.shape)
       (1, 3) (3,)
     """
 
@@ -308,8 +309,8 @@ def saveable(state: PyTree) -> PyTree:
         return jax.tree.map(leaf, state)
 
 
-def restored(saved: PyTree, like: PyTree) -> PyTree:
-    """The state of which :func:`saveable` made ``saved``, on the same mesh.
+def restored_state(saved: PyTree, like: PyTree) -> PyTree:
+    """The state of which :func:`saveable_state` made ``saved``, on the same mesh.
 
     Args:
       saved: what it returned, or what was read from a checkpoint of that.
@@ -317,6 +318,13 @@ def restored(saved: PyTree, like: PyTree) -> PyTree:
 
     Returns:
       The state, to the bit.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from gradacc_jax import accumulate, restored_state, saveable_state
+      >>> state = accumulate(optax.sgd(0.5), 2).init(jnp.zeros(3))
+      >>> print(restored_state(saveable_state(state), state).acc_grads)
+      [0. 0. 0.]
     """
 
     def leaf(x: Any, one: Any) -> Any:
@@ -359,12 +367,24 @@ def _bound(look: Callable[[], PyTree], axes: reduction.Axes) -> Callable[[], PyT
 
 
 def _like_params(
-    tx: optax.GradientTransformation, state: PyTree, of_params: PyTree, other: Any
+    tx: optax.GradientTransformation,
+    state: PyTree,
+    params: PyTree,
+    of_params: PyTree,
+    other: Any,
 ) -> PyTree:
+    """``of_params`` where the state has arrays like the parameters, else ``other``."""
+
+    def one(x: Any, param: Any, of_param: Any) -> Any:
+        # Factored moments (adafactor) have a parameter each, and shapes of their own.
+        shape, like = getattr(x, "shape", ()), jnp.shape(param)
+        return of_param if like in (shape, shape[1:]) else other
+
     return optax.tree.map_params(
         tx,
-        lambda _, of_param: of_param,
+        one,
         state,
+        params,
         of_params,
         transform_non_params=lambda _: other,
         is_leaf=precision.is_masked,

@@ -14,6 +14,7 @@ import time
 from typing import Any
 
 import gradacc_jax
+from gradacc_jax.cli import plan
 from gradacc_jax.cli.settings import DEFAULTS, CommandError
 
 # Of the extra `cli`: what is imported, and by what name it is installed.
@@ -33,6 +34,11 @@ examples:
   gradacc train --global-batch 64 --micro-batch 8   with 8 micro-batches in each step
   gradacc train --steps 20 --verify                 is it equal to full batches?
   gradacc train --resume --out runs/mine            go on from the last checkpoint
+  gradacc train --devices 4 --sharding fsdp         on 4 devices, parameters in parts
+
+the same in two processes, one command for each:
+  gradacc train --distributed --coordinator host:1234 --num-processes 2 --process-id 0
+  gradacc train --distributed --coordinator host:1234 --num-processes 2 --process-id 1
 """
 
 
@@ -79,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
             argument_default=argparse.SUPPRESS,
         )
     )
+    plan.add_commands(commands)
     return parser
 
 
@@ -96,9 +103,20 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
     _add_number(text, "--seq-len", help="bytes in a sequence")
 
-    batch = parser.add_argument_group("batch (two numbers give the third)")
-    _add_number(batch, "--global-batch", help="sequences in an optimizer step")
-    _add_number(batch, "--micro-batch", help="sequences in a forward and backward pass")
+    batch = parser.add_argument_group(
+        "batch (two numbers give the third: global = micro x number x devices)"
+    )
+    batch.add_argument(
+        "--global-batch",
+        type=_at_least(1),
+        metavar="N",
+        help="sequences in an optimizer step, on all devices",
+    )
+    _add_number(
+        batch,
+        "--micro-batch",
+        help="sequences in a forward and backward pass of one device",
+    )
     _add_number(
         batch,
         "--num-microbatches",
@@ -111,6 +129,16 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         help="make an optimizer step in one call, with its micro-batches in a loop "
         "inside the program; the same losses, but for rounding",
     )
+
+    batch.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="plan micro-batch and --remat for so much memory, such as 24GiB, or for "
+        "what the device has (auto), at the same global batch; and again, with a "
+        "smaller micro-batch, should the device run out of memory",
+    )
+
+    _add_devices(parser.add_argument_group("devices"))
 
     model = parser.add_argument_group("model")
     _add_number(model, "--num-layers", help="transformer blocks")
@@ -195,11 +223,57 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_devices(devices: "argparse._ArgumentGroup") -> None:
+    devices.add_argument(
+        "--devices",
+        type=_at_least(1),
+        metavar="N",
+        help="how many share the work (default: all there are)",
+    )
+    devices.add_argument(
+        "--sharding",
+        choices=("data", "fsdp"),
+        help="data: parameters on each device, gradients summed once a step; fsdp: a "
+        "part of parameters and optimizer state on each, gathered in each micro-batch "
+        f"(default: {DEFAULTS.sharding})",
+    )
+    _add_number(
+        devices,
+        "--model-parallel",
+        help="devices that share the matrices of each layer, and a micro-batch; "
+        "divides --devices and --num-heads",
+    )
+    devices.add_argument(
+        "--distributed",
+        action="store_true",
+        default=False,
+        help="share the work with other processes that run the same command, over "
+        "jax.distributed; --out must be one folder for all, and the first one reports",
+    )
+    devices.add_argument(
+        "--coordinator",
+        type=_address,
+        metavar="HOST:PORT",
+        default=None,
+        help="where process 0 is; these three are found by JAX under Slurm, Open MPI, "
+        "Kubernetes and on TPUs",
+    )
+    devices.add_argument(
+        "--num-processes", type=_at_least(1), metavar="N", default=None
+    )
+    devices.add_argument("--process-id", type=_at_least(0), metavar="I", default=None)
+
+
 def _train(
     *,
     verify: bool,
     resume: bool,
+    distributed: bool,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
     folder: Path | None = None,
+    memory: str | None = None,
     **given: Any,
 ) -> int:
     missing = [name for name in EXTRA if importlib.util.find_spec(name) is None]
@@ -211,17 +285,34 @@ def _train(
     if resume and folder is None:
         raise CommandError("--resume needs --out FOLDER, the folder of the run")
 
+    others = (coordinator, num_processes, process_id)
+    if distributed and folder is None:
+        raise CommandError(
+            "--distributed needs --out FOLDER, the same in all processes"
+        )
+    if not distributed and others != (None, None, None):
+        raise CommandError(
+            "--coordinator, --num-processes and --process-id are for several "
+            "processes; add --distributed"
+        )
+
+    from gradacc_jax.cli import devices
     from gradacc_jax.cli.train import train
 
+    if distributed:
+        devices.join(*others)
     if "text" in given:  # The run may be resumed from elsewhere.
         given["text"] = tuple(str(path.absolute()) for path in given["text"])
 
-    return train(
-        given,
-        folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S")),
-        resume=resume,
-        verify=verify,
-    )
+    folder = folder or Path("runs", time.strftime("%Y-%m-%d-%H%M%S"))
+    with devices.one_of_several():
+        if memory is not None:
+            from gradacc_jax.cli import memory as planned
+
+            return planned.train(
+                given, folder, memory=memory, resume=resume, verify=verify
+            )
+        return train(given, folder, resume=resume, verify=verify)
 
 
 def _add_number(
@@ -251,6 +342,13 @@ def _at_least(least: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _address(text: str) -> str:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected HOST:PORT, not {text!r}")
+    return text
 
 
 def _path(text: str) -> Path:

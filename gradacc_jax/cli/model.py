@@ -25,6 +25,9 @@ from gradacc_jax.cli.text import SEPARATOR, Batch
 NUM_BYTES = 256
 # The values of a block that --remat can name.
 NAMES = ("query_key_value", "attention", "mlp_in")
+# The axis of a layer's matrix that --model-parallel devices share: of the first product
+# its outputs (whole heads), of the second its inputs, so that a layer needs two sums.
+SHARED_AXES = {"query_key_value": -1, "attention_out": -2, "mlp_in": -1, "mlp_out": -2}
 
 PyTree = Any
 Params = dict[str, Any]
@@ -110,6 +113,7 @@ class Transformer(nnx.Module):
         embed_dim: int,
         num_heads: int,
         *,
+        num_tokens: int = NUM_BYTES,
         remat: str = "none",
         dtype: jax.typing.DTypeLike = jnp.float32,
         rngs: nnx.Rngs,
@@ -120,7 +124,7 @@ class Transformer(nnx.Module):
             return Block(num_layers, embed_dim, num_heads, dtype=dtype, rngs=rngs)
 
         self.embed = nnx.Embed(
-            NUM_BYTES,
+            num_tokens,
             embed_dim,
             dtype=dtype,
             embedding_init=nnx.initializers.normal(0.02),
@@ -130,7 +134,7 @@ class Transformer(nnx.Module):
         self.final_norm = nnx.RMSNorm(embed_dim, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Maps `(batch, position)` integers to `(batch, position, 256)` logits."""
+        """Maps `(batch, position)` integers to `(batch, position, token)` logits."""
         graphdef, stacked = nnx.split(self.blocks)
 
         def layer(x: jax.Array, layer_params: PyTree) -> jax.Array:
@@ -149,8 +153,13 @@ class Transformer(nnx.Module):
 def create(settings: Settings) -> tuple[Forward, Params]:
     """Makes the model of a run: a pure `forward(params, tokens)` and its parameters."""
     # One program, instead of one for every little operation of the init.
-    made = nnx.jit(functools.partial(_make, settings))()
-    return forward(settings), nnx.to_pure_dict(nnx.state(made))
+    return forward(settings), jax.jit(functools.partial(init, settings))()
+
+
+def init(settings: Settings) -> Params:
+    """The parameters that a run begins with; to be compiled."""
+    params: Params = nnx.to_pure_dict(nnx.state(_make(settings)))
+    return params
 
 
 def forward(settings: Settings) -> Forward:

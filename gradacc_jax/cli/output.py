@@ -2,15 +2,20 @@
 
     config.json      what was run: every setting, the text's digest, the software
     metrics.jsonl    one line for each optimizer step
-    checkpoints/     Orbax, one folder for each saved micro-step: parameters, the
-                     optimizer's state with its open window, and the settings
+    checkpoints/     Orbax, one folder for each, named by the number of sequences
+                     trained on: parameters, the optimizer's state with its open
+                     window, and the settings
     loss.png         the curve
 
 A run can be killed at any moment. So files are replaced, never rewritten in place,
 Orbax shows a checkpoint only when it is complete, and what `metrics.jsonl` holds beyond
 the checkpoint is dropped on resuming.
+
+Of several processes the first writes, and all of them together write a checkpoint, each
+its devices' part of every array, into the one folder that all of them see.
 """
 
+from collections.abc import Callable
 import dataclasses
 import json
 import math
@@ -126,13 +131,15 @@ def check_same(where: Path, stored: Settings, wanted: Settings) -> None:
     """Refuses to go on with a run as if it had been another.
 
     The text may have moved (its digest is compared elsewhere), checkpoints may become
-    rarer, more or less may be rematerialised (which changes roundings at most), and the
-    number of steps may change where no learning rate depends on it.
+    rarer, more or less may be rematerialised, the global batch cut otherwise and spread
+    over other devices (which changes roundings at most), and the number of steps may
+    change where no learning rate depends on it.
 
     Raises:
         CommandError: naming every setting that differs, with both values.
     """
     free = {"text", "checkpoint_every", "remat", "activation_memory"}
+    free |= {"micro_batch", "num_microbatches", "devices", "model_parallel"}
     free |= {"steps"} if stored.schedule == "constant" else set()
     names = [
         field.name
@@ -198,60 +205,75 @@ class Checkpoints:
 
     def save(self, micro_step: int, params: PyTree, state: PyTree) -> None:
         """Writes a checkpoint, in the background; nothing if there is one."""
-        if micro_step == self._manager.latest_step():
+        sequences = micro_step * self._settings.sequences_in_micro_step
+        if sequences == self._manager.latest_step():
             return
-        # A copy: the next micro-step is given these arrays' memory, and would write to
-        # it what Orbax is still writing to the disk.
-        arrays = jax.tree.map(np.array, {"params": params, "state": state})
+        arrays = {"params": params, "state": state}
+        if jax.process_count() == 1:
+            # A copy: the next micro-step is given these arrays' memory, and would write
+            # to it what Orbax is still writing to the disk.
+            arrays = jax.tree.map(np.array, arrays)
         self._manager.save(
-            micro_step,
+            sequences,
             args=ocp.args.Composite(
                 arrays=ocp.args.StandardSave(arrays),
                 settings=ocp.args.JsonSave(dataclasses.asdict(self._settings)),
             ),
         )
+        if jax.process_count() > 1:  # Of these arrays there was no copy.
+            self._manager.wait_until_finished()
 
-    def restore(self, params: PyTree, state: PyTree) -> tuple[int, PyTree, PyTree]:
-        """Reads the newest complete checkpoint into arrays like those given.
+    def restore(
+        self, like: Callable[[Settings], PyTree]
+    ) -> tuple[int, Settings, PyTree, PyTree] | None:
+        """Reads the newest complete checkpoint.
+
+        Args:
+            like: from the settings that it was made with to shapes of
+                `(params, state)`, with shardings.
 
         Returns:
-            The number of micro-steps made, parameters and state; 0 and what was given
+            How many sequences were trained on, the settings, parameters and state; None
             where no checkpoint is complete yet.
 
         Raises:
             CommandError: the checkpoint is of another model, or cannot be read.
         """
-        micro_step = self._manager.latest_step()
-        if micro_step is None:
-            return 0, params, state
-        where = self._path / str(micro_step)
+        sequences = self._manager.latest_step()
+        if sequences is None:
+            return None
+        where = self._path / str(sequences)
         try:
             item = ocp.args.Composite(settings=ocp.args.JsonRestore())
-            stored = _settings(self._manager.restore(micro_step, args=item)["settings"])
+            stored = _settings(self._manager.restore(sequences, args=item)["settings"])
         except Exception as error:
             raise CommandError(
                 f"{where} cannot be read: {first_line(error)}"
             ) from error
         check_same(where, stored, self._settings)
         try:
-            like = jax.eval_shape(lambda: {"params": params, "state": state})
-            item = ocp.args.Composite(arrays=ocp.args.StandardRestore(like))
-            arrays = self._manager.restore(micro_step, args=item)["arrays"]
+            arrays = dict(zip(("params", "state"), like(stored)))
+            item = ocp.args.Composite(arrays=ocp.args.StandardRestore(arrays))
+            arrays = self._manager.restore(sequences, args=item)["arrays"]
         except Exception as error:
             raise CommandError(
                 f"{where} cannot be read: {first_line(error)}"
             ) from error
-        return micro_step, arrays["params"], arrays["state"]
+        return sequences, stored, arrays["params"], arrays["state"]
 
 
 class Metrics:
     """Appends to `metrics.jsonl`, step by step; a context manager."""
 
-    def __init__(self, folder: Path, steps: int):
-        """Opens the file with its first `steps` lines; later ones are dropped."""
-        path = folder / METRICS
-        kept = read_metrics(folder)[:steps] if path.exists() else []
-        _replace(path, "".join(map(_line, kept)))
+    def __init__(self, folder: Path | None, steps: int):
+        """Opens the file with its first `steps` lines; later ones are dropped.
+
+        Without a folder, where another process writes, all goes nowhere.
+        """
+        path = Path(os.devnull) if folder is None else folder / METRICS
+        if folder is not None:
+            kept = read_metrics(folder)[:steps] if path.exists() else []
+            _replace(path, "".join(map(_line, kept)))
         self._file = path.open("a")
 
     def __enter__(self) -> "Metrics":

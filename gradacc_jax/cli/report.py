@@ -1,5 +1,6 @@
 """What a run shows: its progress, what accumulation saves, and the curve."""
 
+import math
 import os
 from pathlib import Path
 import time
@@ -73,7 +74,8 @@ class Reporter:
         """Bytes trained on, over the time since this was last asked."""
         now, done = time.perf_counter(), self._done
         (since, before), self._mark = self._mark, (now, done)
-        per_micro_step = self._settings.micro_batch * self._settings.seq_len
+        sequences = self._settings.sequences_in_micro_step
+        per_micro_step = sequences * self._settings.seq_len
         return (done - before) * per_micro_step / (now - since)
 
     def micro_step(self, micro_step: int) -> None:
@@ -104,9 +106,40 @@ def introduction(settings: Settings, corpus: Corpus, params: PyTree) -> str:
         f"{len(corpus.held_out.data):,} are held out\n"
         f"model: {size:,} parameters in {settings.num_layers} layers, "
         f"{'bfloat16' if settings.bf16 else 'float32'}, {settings.optimizer}\n"
+        f"{_devices(settings)}\n"
         f"step: {settings.global_batch} sequences of {settings.seq_len} bytes in "
         f"{settings.num_microbatches} micro-batches of {settings.micro_batch}"
+        f"{_on_each(settings)}"
     )
+
+
+def _devices(settings: Settings) -> str:
+    """Which devices train, and what is on each."""
+    kind, processes = jax.devices()[0].device_kind, jax.process_count()
+    said = f"devices: {settings.devices} ({kind})"
+    if processes > 1:
+        said += f" of {processes} processes"
+    if settings.devices == 1:
+        return said
+    said += f", data={settings.data_parallel}"
+    if settings.model_parallel > 1:
+        said += f" x model={settings.model_parallel}; layers shared over model"
+    spread = settings.sharding == "fsdp"
+    return said + (
+        "; parameters and optimizer state spread over data"
+        if spread
+        else "; gradients summed over data once a step"
+    )
+
+
+def _on_each(settings: Settings) -> str:
+    """Where micro-batches are, if not in one place."""
+    groups, size = settings.data_parallel, settings.model_parallel
+    if settings.devices == 1:
+        return ""
+    if size == 1:
+        return f" on each of {groups} devices"
+    return f" on each of {groups} groups of {size} devices"
 
 
 def savings(
@@ -122,13 +155,19 @@ def savings(
     if ours is None or theirs is None:
         return "temporaries: this backend does not tell"
     small, large = ours.temp_size_in_bytes, theirs.temp_size_in_bytes
-    sums = sum(leaf.nbytes for leaf in jax.tree.leaves(params))  # all are float32
+    # As large as a device's part of the parameters, all of which are float32.
+    sums = sum(
+        leaf.dtype.itemsize * math.prod(leaf.sharding.shard_shape(leaf.shape))
+        for leaf in jax.tree.leaves(params)
+    )
     times = large / max(small, 1)
     what = "a step in micro-batches" if settings.in_step else "a micro-step"
     where = "among these" if settings.in_step else "between micro-steps"
+    on_each = " (on each device)" if settings.devices > 1 else ""
     return (
         f"temporaries: {large / MIB:,.1f} MiB for the full batch in one pass, "
-        f"{small / MIB:,.1f} MiB for {what} ({times:.1f} x less)\n"
+        f"{small / MIB:,.1f} MiB for {what} ({times:.1f} x less)"
+        f"{on_each}\n"
         f"accumulator: {sums / MIB:,.1f} MiB, the sum of gradients {where}"
     )
 

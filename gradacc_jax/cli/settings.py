@@ -44,10 +44,15 @@ class Settings:
     Attributes:
         text: files and folders; none for the standard library.
         global_batch: sequences in an optimizer step.
-        micro_batch: sequences in a forward and backward pass.
+        micro_batch: sequences in a forward and backward pass of one device (of one
+            group of them, with `model_parallel`).
         num_microbatches: micro-batches in an optimizer step.
         in_step: whether an optimizer step is one call on the global batch, which is
             split inside the program; else it is a call for each micro-batch.
+        devices: how many devices take part, in all processes.
+        sharding: "data" for parameters on every device, "fsdp" for a part of them, and
+            of the optimizer's state, on each.
+        model_parallel: how many devices share the matrices of a layer.
         steps: optimizer steps.
         seq_len: bytes in a sequence.
         num_layers: transformer blocks.
@@ -73,6 +78,9 @@ class Settings:
     micro_batch: int = 4
     num_microbatches: int = 4
     in_step: bool = False
+    devices: int = 1
+    sharding: str = "data"
+    model_parallel: int = 1
     steps: int = 240
     seq_len: int = 128
     num_layers: int = 4
@@ -107,11 +115,34 @@ class Settings:
                     f"{self.activation_memory} both say what is computed again; choose "
                     "one"
                 )
+            if self.devices > 1:
+                raise CommandError(
+                    f"--activation-memory={self.activation_memory} is for one device; "
+                    f"choose a policy by --remat, or leave out --devices={self.devices}"
+                )
+        shared = {"--devices": self.devices, "--num-heads": self.num_heads}
+        for option, value in shared.items():
+            if value % self.model_parallel:
+                raise CommandError(
+                    f"--model-parallel={self.model_parallel} does not divide {option}="
+                    f"{value}; choose {_near_divisors(self.model_parallel, value)}, or "
+                    f"another {option}"
+                )
         if self.in_step and self.skip_nonfinite == "micro_batch":
             raise CommandError(
                 "--skip-nonfinite=micro_batch looks at micro-batches one by one, and "
                 "--in-step adds them up in one call; choose --skip-nonfinite window"
             )
+
+    @property
+    def data_parallel(self) -> int:
+        """How many devices, or groups of them, have micro-batches of their own."""
+        return self.devices // self.model_parallel
+
+    @property
+    def sequences_in_micro_step(self) -> int:
+        """Sequences in a micro-step, on all devices."""
+        return self.micro_batch * self.data_parallel
 
     @property
     def microbatches_in_call(self) -> int:
@@ -131,12 +162,16 @@ def resolve_batch(
     global_batch: int | None = None,
     micro_batch: int | None = None,
     num_microbatches: int | None = None,
+    *,
+    devices: int = 1,
+    largest: int | None = None,
 ) -> tuple[int, int, int]:
-    """Finds the numbers that were not given: global = micro x num_microbatches.
+    """Finds the numbers not given: global = micro x num_microbatches x devices.
 
     Two give the third. A micro-batch or a number of them alone keeps the default of
     the other, so that the global batch follows. A global batch alone is cut into the
-    largest micro-batches that divide it and are no larger than the default.
+    largest micro-batches that divide it and are no larger than `largest`, which is the
+    default's size where it is None.
 
     Returns:
         `(global_batch, micro_batch, num_microbatches)`.
@@ -149,40 +184,60 @@ def resolve_batch(
         (32, 8, 4)
         >>> resolve_batch(micro_batch=6)
         (24, 6, 4)
+        >>> resolve_batch(micro_batch=6, devices=8)
+        (192, 6, 4)
     """
     whole, micro, count = global_batch, micro_batch, num_microbatches
     if whole is None:
         micro = DEFAULTS.micro_batch if micro is None else micro
         count = DEFAULTS.num_microbatches if count is None else count
-        return micro * count, micro, count
+        return micro * count * devices, micro, count
+    if whole % devices:
+        lower, upper = whole - whole % devices, whole + -whole % devices
+        near = f"{lower} or {upper}" if lower else f"{upper}"
+        raise CommandError(
+            f"--global-batch={whole} does not divide over {devices} devices; choose "
+            f"{near}, or another number of --devices"
+        )
+    share = whole // devices
     if micro is None and count is None:
-        micro = max(m for m in _divisors(whole) if m <= DEFAULTS.micro_batch)
+        largest = largest or DEFAULTS.micro_batch
+        micro = max(m for m in _divisors(share) if m <= largest)
     if micro is None and count is not None:
-        _check_divides("--num-microbatches", count, whole)
-        micro = whole // count
+        _check_divides("--num-microbatches", count, whole, devices)
+        micro = share // count
     if count is None and micro is not None:
-        _check_divides("--micro-batch", micro, whole)
-        count = whole // micro
+        _check_divides("--micro-batch", micro, whole, devices)
+        count = share // micro
     assert micro is not None
     assert count is not None
-    if micro * count != whole:
+    if micro * count != share:
+        on = f" x {devices} devices" if devices > 1 else ""
+        product = micro * count * devices
         raise CommandError(
             f"--global-batch={whole}, --micro-batch={micro} and --num-microbatches="
-            f"{count} disagree: {micro} x {count} = {micro * count}; give two of them, "
-            f"or --global-batch {micro * count}"
+            f"{count} disagree: {micro} x {count}{on} = {product}; give two of them, "
+            f"or --global-batch {product}"
         )
     return whole, micro, count
 
 
-def _check_divides(option: str, value: int, global_batch: int) -> None:
-    if global_batch % value:
-        divisors = _divisors(global_batch)
-        near = [max(d for d in divisors if d < value)]
-        near += [d for d in divisors if d > value][:1]
+def _check_divides(option: str, value: int, global_batch: int, devices: int) -> None:
+    share = global_batch // devices
+    if share % value:
+        on = f" on each of {devices} devices" if devices > 1 else ""
         raise CommandError(
-            f"{option}={value} does not divide --global-batch={global_batch}; choose "
-            f"{' or '.join(map(str, near))}, or another --global-batch"
+            f"{option}={value}{on} does not divide --global-batch={global_batch}; "
+            f"choose {_near_divisors(value, share)}, or another --global-batch"
         )
+
+
+def _near_divisors(value: int, number: int) -> str:
+    """The divisors of a number that are nearest to a value which is none."""
+    divisors = _divisors(number)
+    near = [max(d for d in divisors if d < value)]
+    near += [d for d in divisors if d > value][:1]
+    return " or ".join(map(str, near))
 
 
 def _divisors(number: int) -> list[int]:

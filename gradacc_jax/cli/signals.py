@@ -4,6 +4,10 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
+import jax
+from jax.experimental import multihost_utils
+import numpy as np
+
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -22,8 +26,24 @@ class Stop:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        self._previous = {s: signal.signal(s, self._remember) for s in STOPPING}
+        # None is a handler that JAX's runtime may have set, outside Python.
+        self._previous = {
+            s: signal.signal(s, self._remember) or signal.SIG_DFL for s in STOPPING
+        }
         return self
+
+    def agreed(self, *, between_steps: bool) -> int | None:
+        """The signal that came, to whichever process: the same answer in all of them.
+
+        Several processes ask each other at the end of a step only, where they have to
+        wait for each other in any case.
+        """
+        if jax.process_count() == 1:
+            return self.signal
+        if not between_steps:
+            return None
+        came = multihost_utils.process_allgather(np.int32(self.signal or 0))
+        return int(np.max(came)) or None
 
     def __exit__(
         self,

@@ -5,8 +5,10 @@ anywhere. It belongs to the document in which it starts: targets past that docum
 end carry no loss. So no loss depends on another document, nothing is padded, and
 micro-batches have honestly unequal weights.
 
-A micro-batch is a pure function of the seed and the index of the micro-step. That is
-all a stopped run needs to go on exactly where it was.
+The sequences of an optimizer step are a pure function of the seed and the step's
+number, whatever they are cut into: its micro-batches are one part after another. So a
+stopped run needs only to know how many sequences it has seen to go on exactly where it
+was, be it with other micro-batches or on another number of devices.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -97,22 +99,27 @@ class Corpus:
     sha256: str
 
     def micro_batch(self, settings: Settings, index: int) -> Batch:
-        """The micro-batch of micro-step `index`: always the same one."""
-        rng = np.random.default_rng((settings.seed, index))
-        places = self.train.starts(settings.seq_len)
-        starts = rng.integers(0, places, settings.micro_batch)
+        """The sequences of micro-step `index`, on all devices: always the same."""
+        step, number = divmod(index, settings.num_microbatches)
+        starts = self._window(settings, step)[number]
         return self.train.batch(starts, settings.seq_len)
 
     def global_batch(self, settings: Settings, step: int) -> Batch:
         """All micro-batches of optimizer step `step`, from 0.
 
         They are interleaved as `train_step` splits a batch: of k micro-batches, i has
-        every k-th sequence, from i on.
+        every k-th sequence, from i on. So every device has the same micro-batches as
+        when it gets them one by one.
         """
-        first = step * settings.num_microbatches
-        window = range(first, first + settings.num_microbatches)
-        parts = [self.micro_batch(settings, index) for index in window]
-        return Batch(*(_interleaved(arrays) for arrays in zip(*parts)))
+        starts = self._window(settings, step).T.ravel()
+        return self.train.batch(starts, settings.seq_len)
+
+    def _window(self, settings: Settings, step: int) -> np.ndarray:
+        """Where the sequences of a step start, a row for each of its micro-steps."""
+        rng = np.random.default_rng((settings.seed, step))
+        places = self.train.starts(settings.seq_len)
+        starts = rng.integers(0, places, settings.global_batch)
+        return starts.reshape(settings.num_microbatches, -1)
 
     def call_batch(self, settings: Settings, index: int) -> Batch:
         """What the call that begins with micro-step `index` trains on."""
@@ -122,16 +129,12 @@ class Corpus:
 
     def held_out_batches(self, settings: Settings, limit: int) -> Iterator[Batch]:
         """At most `limit` batches, spread evenly over the held-out text."""
-        size, seq_len = settings.micro_batch, settings.seq_len
+        size, seq_len = settings.sequences_in_micro_step, settings.seq_len
         places = self.held_out.starts(seq_len)
         count = min(limit, math.ceil(places / (size * seq_len)))
         starts = np.linspace(0, places - 1, count * size).astype(np.int64)
         for part in starts.reshape(count, size):
             yield self.held_out.batch(part, seq_len)
-
-
-def _interleaved(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
 def load_corpus(paths: Sequence[str], seq_len: int) -> Corpus:

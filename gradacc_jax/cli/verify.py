@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradacc_jax.cli import model
+from gradacc_jax.cli.devices import Placement
 from gradacc_jax.cli.settings import Settings
 from gradacc_jax.cli.text import Corpus
 
@@ -35,6 +35,7 @@ def verify_against_full_batch(
     full_step: jax.stages.Compiled,
     optimizer: optax.GradientTransformation,
     settings: Settings,
+    placement: Placement,
     corpus: Corpus,
     params: PyTree,
     losses: Sequence[float],
@@ -45,6 +46,7 @@ def verify_against_full_batch(
         full_step: one optimizer step on a full batch.
         optimizer: what `full_step` was made with.
         settings: those of the run.
+        placement: that of the run.
         corpus: its text.
         params: the parameters that it ended with.
         losses: its loss at every step.
@@ -55,14 +57,13 @@ def verify_against_full_batch(
     """
     dtype = "bfloat16" if settings.bf16 else "float32"
     tolerance = TOLERANCE[dtype]
-    _, full = model.create(settings)
+    full = placement.params(settings)
     nudged = _nudge(full, float(jnp.finfo(dtype).eps))
-    init = jax.jit(optimizer.init)
-    full_state, nudged_state = init(full), init(nudged)
+    full_state, nudged_state = (placement.state(optimizer, p) for p in (full, nudged))
 
     equal, difference, yardstick = True, 0.0, 0.0
     for step, loss in enumerate(losses):
-        batch = corpus.global_batch(settings, step)
+        batch = placement.put(corpus.global_batch(settings, step))
         full, full_state, metrics = full_step(full, full_state, batch)
         nudged, nudged_state, others = full_step(nudged, nudged_state, batch)
         expected = float(metrics.loss)
@@ -92,11 +93,19 @@ def _nudge(params: PyTree, eps: float) -> PyTree:
 
     def nudge(leaf: jax.Array) -> jax.Array:
         factors = 1 + eps * rng.choice([-1.0, 1.0], leaf.shape)
-        return leaf * jnp.asarray(factors, leaf.dtype)
+        return leaf * factors.astype(leaf.dtype)
 
-    return jax.tree.map(nudge, params)
+    where = jax.tree.map(lambda leaf: leaf.sharding, params)
+    nudged: PyTree = jax.jit(
+        lambda params: jax.tree.map(nudge, params), out_shardings=where
+    )(params)
+    return nudged
 
 
 def _largest_difference(ours: PyTree, theirs: PyTree) -> float:
-    differences = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), ours, theirs)
-    return float(jnp.max(jnp.stack(jax.tree.leaves(differences))))
+    @jax.jit
+    def largest(ours: PyTree, theirs: PyTree) -> jax.Array:
+        differences = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), ours, theirs)
+        return jnp.max(jnp.stack(jax.tree.leaves(differences)))
+
+    return float(largest(ours, theirs))

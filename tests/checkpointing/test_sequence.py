@@ -233,6 +233,7 @@ def test_the_number_of_segments_weighs_what_a_layer_keeps():
         assert math.sqrt(num) / 2 < best_segments(num, 1.0, 1.0) < 2 * math.sqrt(num)
 
 
+@pytest.mark.slow
 def test_sqrt_is_within_a_quarter_of_the_best_number_of_segments():
     # Layers that keep much: the literal root of 24 would be five segments.
     def wide(x, w):

@@ -17,6 +17,13 @@ SMALL = (
     *("--seq-len", "16", "--micro-batch", "2", "--num-microbatches", "3"),
     *("--num-layers", "2", "--embed-dim", "8", "--num-heads", "1"),
     *("--steps", "4", "--learning-rate", "0.5", "--checkpoint-every", "2"),
+    *("--devices", "1"),
+)
+# 16 sequences a step, to be spread over devices.
+SPREAD = (
+    *("--seq-len", "16", "--global-batch", "16"),
+    *("--num-layers", "2", "--embed-dim", "8", "--num-heads", "2"),
+    *("--steps", "4", "--learning-rate", "0.5", "--checkpoint-every", "2"),
 )
 SGD = ("--optimizer", "sgd", "--schedule", "constant", "--warmup-steps", "0")
 
@@ -42,6 +49,21 @@ def finished_and_said(tmp_path_factory, text) -> tuple[Path, str]:
     return folder, said.getvalue()
 
 
+@pytest.fixture(scope="session")
+def begin(text) -> tuple[str, ...]:
+    """The command that begins a run on several devices; they and its folder follow."""
+    return ("train", "--text", text, *SPREAD, *SGD)
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory, begin) -> Path:
+    """The folder of that run on one device. Not to be written to."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    options = ("--devices", "1", "--micro-batch", "8", "--out", str(folder))
+    assert main([*begin, *options]) == 0
+    return folder
+
+
 @pytest.fixture
 def finished(finished_and_said) -> Path:
     """The folder of a run that was not stopped. Not to be written to."""
@@ -58,15 +80,21 @@ def metrics_of(folder: Path) -> list[dict]:
 
 
 def checkpoints_of(folder: Path) -> list[int]:
-    """The micro-steps of which there are checkpoints."""
+    """After how many sequences there are checkpoints; a micro-step has two."""
     return sorted(int(path.name) for path in (folder / "checkpoints").iterdir())
 
 
 def arrays_of(folder: Path) -> dict:
     """Parameters and optimizer state of the last checkpoint."""
     path = folder / "checkpoints" / str(checkpoints_of(folder)[-1]) / "arrays"
-    with ocp.StandardCheckpointer() as checkpointer:
-        return jax.tree.map(np.asarray, checkpointer.restore(path.absolute()))
+    # As NumPy arrays: the devices that wrote it may not be here.
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        tree = checkpointer.metadata(path.absolute()).item_metadata.tree
+        as_numpy = jax.tree.map(
+            lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree
+        )
+        restore = ocp.args.PyTreeRestore(restore_args=as_numpy)
+        return checkpointer.restore(path.absolute(), args=restore)
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
@@ -84,3 +112,17 @@ def assert_same_run(a: Path, b: Path) -> None:
     for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs)):
         assert x.dtype == y.dtype
         assert x.tobytes() == y.tobytes()
+
+
+def assert_same_training(a: Path, b: Path) -> None:
+    """Equal losses and parameters, but for rounding: sums of other parts."""
+    ours, theirs = metrics_of(a), metrics_of(b)
+    assert [r["weight"] for r in ours] == [r["weight"] for r in theirs]
+    for name in ("loss", "grad_norm"):
+        expected = [r[name] for r in theirs]
+        np.testing.assert_allclose([r[name] for r in ours], expected, rtol=1e-6)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6),
+        arrays_of(a)["params"],
+        arrays_of(b)["params"],
+    )

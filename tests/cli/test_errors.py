@@ -9,8 +9,9 @@ import sys
 import pytest
 
 import gradacc_jax
-from gradacc_jax.cli import output
+from gradacc_jax.cli import output, train
 from gradacc_jax.cli.main import main
+from gradacc_jax.cli.settings import CommandError, Settings
 
 from .conftest import SGD, SMALL, contents_of
 
@@ -61,6 +62,9 @@ def test_help_names_every_default(capsys):
         ("--out", "", "expected a path, not an empty string"),
         ("--learning-rate", "nan", "expected a number above 0, not 'nan'"),
         ("--checkpoint-every", "0", "expected an integer, at least 1, not '0'"),
+        ("--devices", "0", "expected an integer, at least 1, not '0'"),
+        ("--coordinator", "host", "expected HOST:PORT, not 'host'"),
+        ("--sharding", "model", "invalid choice: 'model'"),
         ("--schedule", "linear", "invalid choice: 'linear'"),
         ("--skip-nonfinite", "all", "invalid choice: 'all'"),
     ],
@@ -78,7 +82,9 @@ def test_numbers_that_disagree_and_unknown_optimizers_are_errors(fails, tmp_path
     out = tmp_path / "run"
     numbers = ("--global-batch", "8", "--micro-batch", "4")
     alias = ("--gradient-accumulation-steps", "3")
-    assert "disagree: 4 x 3 = 12" in fails("--out", str(out), *numbers, *alias)
+    assert "disagree: 4 x 3 = 12" in fails(
+        "--out", str(out), "--devices", "1", *numbers, *alias
+    )
     assert "mean" not in fails("--out", str(out), "--optimizer", "sdg")
     assert not out.exists()
 
@@ -126,6 +132,28 @@ def test_resuming_another_model_names_every_difference(fails, finished):
     assert contents_of(finished) == before
 
 
+def test_more_devices_than_there_are_is_an_error(fails, text, finished):
+    error = fails("--text", text, "--devices", "9", *SGD)
+    assert "--devices=9, and there are 8 of kind cpu; choose --devices 8" in error
+    assert "set JAX_NUM_CPU_DEVICES=9" in error
+    error = fails("--resume", "--out", str(finished), "--devices", "4")
+    assert "--global-batch=6 does not divide over 4 devices; choose 4 or 8" in error
+
+
+def test_resuming_within_a_step_needs_micro_steps_that_end_there():
+    settings = Settings(global_batch=48, micro_batch=6, num_microbatches=2, devices=4)
+    assert train._micro_step(settings, 48 + 24) == 3
+    with pytest.raises(CommandError) as error:
+        train._micro_step(settings, 48 + 16)
+    assert str(error.value) == (
+        "the run was stopped within a step, after 16 of 48 sequences, which are no "
+        "number of micro-steps of 24 (--micro-batch=6 on 4 devices); choose "
+        "--micro-batch 4"
+    )
+    with pytest.raises(CommandError, match="go on as it was until the step has ended"):
+        train._micro_step(settings, 48 + 6)
+
+
 def test_resuming_on_other_text_is_an_error(fails, finished, tmp_path):
     before = contents_of(finished)
     (tmp_path / "other.txt").write_text("something else " * 20)
@@ -135,6 +163,7 @@ def test_resuming_on_other_text_is_an_error(fails, finished, tmp_path):
     assert contents_of(finished) == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_an_error(fails, finished, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
@@ -143,7 +172,7 @@ def test_a_checkpoint_of_another_model_is_an_error(fails, finished, tmp_path):
     (run / "config.json").write_text(json.dumps(config))
     before = contents_of(run)
     error = fails("--resume", "--out", str(run))
-    assert "checkpoints/12 was made with embed_dim=8, not with embed_dim=16" in error
+    assert "checkpoints/24 was made with embed_dim=8, not with embed_dim=16" in error
     assert contents_of(run) == before
 
 

@@ -58,7 +58,7 @@ def test_a_run_stopped_by_ctrl_c_ends_bitwise_equal(
     monkeypatch.setattr(report.Reporter, "micro_step", micro_step)
     begin = ["train", "--in-step", "--text", text, "--out", str(run), *SMALL, *SGD]
     assert main(begin) == 130
-    assert checkpoints_of(run) == [3]
+    assert checkpoints_of(run) == [6]
     assert "the sum of gradients among these" in capsys.readouterr().out
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert_same_run(run, in_one_call)

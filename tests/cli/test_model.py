@@ -91,6 +91,7 @@ def test_a_micro_batch_without_targets_has_no_loss_and_no_gradient(created, batc
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
 
 
+@pytest.mark.slow
 def test_bf16_computes_in_bfloat16_with_float32_parameters_and_loss(created, batch):
     # Flax's RMSNorm promotes bfloat16 to float32 itself.
     with jax.numpy_dtype_promotion("standard"):

@@ -26,6 +26,7 @@ def saved(said):
     return {name: float(size) for name, size in sizes}, line[1]
 
 
+@pytest.mark.slow
 def test_a_rematerialised_run_is_the_same_run_in_less_memory(
     tmp_path, text, finished, capsys
 ):
@@ -45,6 +46,7 @@ def test_a_rematerialised_run_is_the_same_run_in_less_memory(
         )
 
 
+@pytest.mark.slow
 def test_each_policy_leaves_the_gradients_and_less_memory():
     settings = Settings(num_layers=8, embed_dim=8, num_heads=1)
     rng = np.random.default_rng(0)

@@ -54,7 +54,7 @@ def test_a_run_stopped_by_sigterm_and_then_killed_ends_bitwise_equal(tmp_path, t
     unstopped, run = tmp_path / "unstopped", tmp_path / "a run"
     begin = ("train", "--text", text, *SMALL, *ADAMW, "--out")
     resume = ("train", "--resume", "--out", str(run))
-    sixth, seventh = (str(run / "checkpoints" / n) for n in ("6", "7"))
+    sixth, seventh = (str(run / "checkpoints" / n) for n in ("12", "14"))
     term, kill = (str(int(s)) for s in (signal.SIGTERM, signal.SIGKILL))
 
     done = command("-m", "gradacc_jax", *begin, str(unstopped))
@@ -66,7 +66,7 @@ def test_a_run_stopped_by_sigterm_and_then_killed_ends_bitwise_equal(tmp_path, t
     assert "micro-step 7 of 12 (step 2 of 4 and 1 of 3 micro-batches)" in done.stdout
     assert f"gradacc train --resume --out '{run}'" in done.stdout
     assert (run / "loss.png").exists()
-    assert checkpoints_of(run) == [6, 7]
+    assert checkpoints_of(run) == [12, 14]
     assert int(arrays_of(run)["state"]["mini_step"]) == 1
 
     done = command("-c", STOPPED, "11", seventh, kill, *resume)
@@ -80,6 +80,7 @@ def test_a_run_stopped_by_sigterm_and_then_killed_ends_bitwise_equal(tmp_path, t
     assert_same_run(run, unstopped)
 
 
+@pytest.mark.slow
 def test_a_run_stopped_by_ctrl_c_ends_bitwise_equal(
     tmp_path, text, finished, monkeypatch, capsys
 ):
@@ -97,13 +98,14 @@ def test_a_run_stopped_by_ctrl_c_ends_bitwise_equal(
     begin = ["train", "--text", text, "--out", str(run), *SMALL, *SGD]
     assert main(begin) == 130
     assert signal.getsignal(signal.SIGINT) is handler
-    assert checkpoints_of(run) == [5]
+    assert checkpoints_of(run) == [10]
     stop = 12  # Too late to stop a run that has just ended.
     assert main(["train", "--resume", "--out", str(run)]) == 0
     assert "resumed after micro-step 5" in capsys.readouterr().out
     assert_same_run(run, finished)
 
 
+@pytest.mark.slow
 def test_a_run_killed_before_its_first_checkpoint_begins_again(
     tmp_path, text, finished, capsys
 ):
@@ -118,6 +120,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(
     assert_same_run(run, finished)
 
 
+@pytest.mark.slow
 def test_a_finished_run_with_a_constant_learning_rate_can_be_made_longer(
     tmp_path, finished
 ):
@@ -126,4 +129,4 @@ def test_a_finished_run_with_a_constant_learning_rate_can_be_made_longer(
     assert main(["train", "--resume", "--out", str(run), "--steps", "5"]) == 0
     assert metrics_of(run)[:4] == metrics_of(finished)
     assert [record["step"] for record in metrics_of(run)] == [1, 2, 3, 4, 5]
-    assert checkpoints_of(run) == [12, 15]
+    assert checkpoints_of(run) == [24, 30]

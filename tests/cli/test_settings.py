@@ -27,6 +27,12 @@ from gradacc_jax.cli.settings import (
         ({"global_batch": 9}, (9, 3, 3)),
         ({"global_batch": 7}, (7, 1, 7)),
         ({"global_batch": 1}, (1, 1, 1)),
+        ({"devices": 8}, (128, 4, 4)),
+        ({"micro_batch": 2, "num_microbatches": 3, "devices": 8}, (48, 2, 3)),
+        ({"global_batch": 48, "micro_batch": 3, "devices": 8}, (48, 3, 2)),
+        ({"global_batch": 48, "num_microbatches": 2, "devices": 8}, (48, 3, 2)),
+        ({"global_batch": 48, "devices": 6}, (48, 4, 2)),
+        ({"global_batch": 48, "devices": 8, "largest": 2}, (48, 2, 3)),
     ],
 )
 def test_two_numbers_give_the_third_and_one_keeps_the_defaults(given, expected):
@@ -62,6 +68,29 @@ def test_three_numbers_that_disagree_are_all_named():
             {"global_batch": 6, "micro_batch": 9},
             "--micro-batch=9 does not divide --global-batch=6; choose 6",
         ),
+        (
+            {"global_batch": 48, "micro_batch": 4, "devices": 8},
+            "--micro-batch=4 on each of 8 devices does not divide --global-batch=48; "
+            "choose 3 or 6, or another --global-batch",
+        ),
+        (
+            {"global_batch": 12, "devices": 8},
+            "--global-batch=12 does not divide over 8 devices; choose 8 or 16, or "
+            "another number of --devices",
+        ),
+        (
+            {"global_batch": 4, "devices": 8},
+            "--global-batch=4 does not divide over 8 devices; choose 8, or",
+        ),
+        (
+            {
+                "global_batch": 48,
+                "micro_batch": 3,
+                "num_microbatches": 3,
+                "devices": 8,
+            },
+            "disagree: 3 x 3 x 8 devices = 72; give two of them, or --global-batch 72",
+        ),
     ],
 )
 def test_a_number_that_does_not_divide_the_global_batch_is_told_which_do(
@@ -74,6 +103,14 @@ def test_a_number_that_does_not_divide_the_global_batch_is_told_which_do(
 def test_heads_that_do_not_part_the_channels_evenly_are_refused():
     with pytest.raises(CommandError, match="choose a multiple of 8"):
         Settings(embed_dim=20, num_heads=4)
+
+
+def test_devices_that_share_layers_divide_heads_and_devices():
+    assert Settings(devices=8, model_parallel=2).data_parallel == 4
+    with pytest.raises(CommandError, match=r"does not divide --devices=8; choose 2 or"):
+        Settings(devices=8, model_parallel=3)
+    with pytest.raises(CommandError, match=r"--model-parallel=8 .* --num-heads=4; cho"):
+        Settings(devices=8, model_parallel=8)
 
 
 def test_an_unknown_optimizer_is_told_its_near_matches():

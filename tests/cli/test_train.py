@@ -7,6 +7,7 @@ import jax
 import matplotlib.image
 import numpy as np
 import optax
+import pytest
 
 import gradacc_jax
 from gradacc_jax.cli import train
@@ -27,7 +28,7 @@ def test_a_run_leaves_its_configuration_metrics_curve_and_checkpoints(finished):
     assert [record["step"] for record in records] == [1, 2, 3, 4]
     assert set(records[0]) == {"step", "loss", "grad_norm", "weight", "skipped"}
     assert records[-1]["loss"] < records[0]["loss"]
-    assert checkpoints_of(finished) == [6, 12]
+    assert checkpoints_of(finished) == [12, 24]
     assert int(arrays_of(finished)["state"]["gradient_step"]) == 4
     assert matplotlib.image.imread(finished / "loss.png").std() > 0
 
@@ -51,6 +52,7 @@ def test_a_run_says_what_it_does_and_what_it_saves(finished_and_said):
     assert all(float(difference) < 1e-5 for difference in found.groups())
 
 
+@pytest.mark.slow
 def test_verify_fails_where_accumulation_is_wrong(tmp_path, text, capsys, monkeypatch):
     def wrong(optimizer, *args, **kwargs):
         scaled = optax.chain(optax.scale(1.01), optimizer)
@@ -63,6 +65,7 @@ def test_verify_fails_where_accumulation_is_wrong(tmp_path, text, capsys, monkey
     assert "verify: DIFFERS FROM 4 steps" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_it_has(
     tmp_path, text, capsys
 ):
@@ -74,9 +77,10 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_what_it_has(
     assert error.count("\n") == 1
     records = metrics_of(out)
     assert all(np.isfinite(record["loss"]) for record in records)
-    assert checkpoints_of(out)[-1] == 3 * len(records)
+    assert checkpoints_of(out)[-1] == 6 * len(records)
 
 
+@pytest.mark.slow
 def test_a_run_that_only_skips_is_ended(tmp_path, text, capsys):
     out = tmp_path / "run"
     run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD]

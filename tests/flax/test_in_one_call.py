@@ -53,6 +53,7 @@ def linen_state(model):
     )
 
 
+@pytest.mark.slow
 def test_linen_statistics_are_carried_in_order_through_the_micro_batches():
     model = LinenNetwork()
     step = linen_train_step(

@@ -35,9 +35,8 @@ from gradacc_jax.checkpointing.budget.solve import Choice, Problem, Task, pareto
 _LEVELS = 24
 # A loop that keeps a smaller part of all than this is an operation like others.
 _SMALL = 0.01
-# What is computed again is partly fused into what reads it, and never written. That much
-# was seen to be; without it, a last segment that keeps all seems as good as one that is
-# computed again.
+# What is computed again is partly fused into what reads it, and never written. Without
+# this a last segment that keeps all seems as good as one that is computed again.
 _HELD = 0.9
 # How many cuts are made for a segment, and from how many operations on it is too large
 # to be worth that.
