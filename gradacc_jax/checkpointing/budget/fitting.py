@@ -248,7 +248,7 @@ class Fitted:
             measure, request.budget, request.max_compiles, request.progress
         )
         if best is None:
-            raise ValueError(self._too_small(search, compiles))
+            raise ValueError(self._too_small(search, len(search.trials)))
         if best.plan.cost:
             settle()  # which nothing did if the plan was known
         if engine_name == "none holds" and best.plan.cost:
