@@ -20,6 +20,12 @@ from gradacc_jax.accumulation import (
     state_specs,
 )
 from gradacc_jax.averaging import ParameterEmaState, parameter_ema
+from gradacc_jax.checkpointing.budget import (
+    RematPoint,
+    RematReport,
+    RematSegment,
+    remat_to_fit,
+)
 from gradacc_jax.checkpointing.modules import remat_modules
 from gradacc_jax.checkpointing.remat import remat
 from gradacc_jax.checkpointing.residuals import (
@@ -56,6 +62,9 @@ __all__ = [
     "MemoryEstimate",
     "ParameterEmaState",
     "Plan",
+    "RematPoint",
+    "RematReport",
+    "RematSegment",
     "Residual",
     "ResidualReport",
     "SkipCounts",
@@ -82,6 +91,7 @@ __all__ = [
     "remat",
     "remat_modules",
     "remat_sequence",
+    "remat_to_fit",
     "rescale_momentum",
     "residual_report",
     "restored_state",

@@ -16,6 +16,7 @@ import optax
 from gradacc_jax import auxiliary, reduction, splitting
 from gradacc_jax.accumulation.placement import device_specs
 from gradacc_jax.accumulation.state import accumulators, has_device_axis
+from gradacc_jax.fitting import FittedStep
 from gradacc_jax.monitoring import StepMetrics
 from gradacc_jax.stepping import (
     LossFn,
@@ -36,6 +37,7 @@ def train_step(
     num_microbatches: int = 1,
     microbatch_size: int | None = None,
     policy: Any = "none",
+    max_temp_bytes: int | str | None = None,
     batch_axis: PyTree = 0,
     has_aux: bool = False,
     weight_fn: WeightFn | None = None,
@@ -81,6 +83,10 @@ def train_step(
         :mod:`gradacc_jax.policies`. Unless it is "none", ``loss_fn`` needs a keyword
         ``policy``, which is given to it, resolved, to apply to the blocks of its model:
         applied to the whole loss a policy would save nothing.
+      max_temp_bytes: a budget, such as ``"200MiB"``, for the temporaries of the
+        compiled step. What is computed again is then chosen by
+        :func:`remat_to_fit` (experimental), at the first call with arguments of some
+        shapes; ``step.reports`` tells what was.
       batch_axis: the examples' axis: an integer, or a pytree prefix of the batch; None
         marks what is not batched.
       has_aux: whether ``loss_fn`` returns ``(loss, aux)``.
@@ -121,8 +127,10 @@ def train_step(
       of its own.
 
     Raises:
-      ValueError: when tracing, for a loss that is not a real scalar, a batch that
-        cannot be split, or a ``tx`` with more than one accumulator.
+      ValueError: for a ``policy`` and ``max_temp_bytes`` at once; at the first call, if
+        nothing fits ``max_temp_bytes``; when tracing, for a loss that is not a real
+        scalar, a batch that cannot be split, or a ``tx`` with more than one
+        accumulator.
 
     Examples:
       >>> import jax.numpy as jnp, optax
@@ -168,42 +176,52 @@ def train_step(
             )
         reduction.check_mesh(mesh, axes)
     rematerialised = with_policy(loss_fn, policy)
+    if max_temp_bytes is not None and rematerialised is not loss_fn:
+        raise ValueError(
+            f"policy={policy!r} and max_temp_bytes={max_temp_bytes!r} both say what is "
+            "computed again; choose one"
+        )
 
-    def step(
-        params: PyTree,
-        state: PyTree,
-        batch: PyTree,
-        key: jax.Array | None = None,
-        *,
-        emit: bool | None = None,
-    ) -> tuple[PyTree, PyTree, StepMetrics]:
-        def one(
-            params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None
+    def step_of(loss_fn: LossFn) -> Any:
+        def step(
+            params: PyTree,
+            state: PyTree,
+            batch: PyTree,
+            key: jax.Array | None = None,
+            *,
+            emit: bool | None = None,
         ) -> tuple[PyTree, PyTree, StepMetrics]:
-            params, state, _, metrics = micro_step(
-                stateless(rematerialised, has_aux),
-                tx,
-                params,
-                state,
-                (),
-                batch,
-                key,
-                options=options,
-                emit=emit,
-            )
-            return params, state, metrics
+            def one(
+                params: PyTree, state: PyTree, batch: PyTree, key: jax.Array | None
+            ) -> tuple[PyTree, PyTree, StepMetrics]:
+                params, state, _, metrics = micro_step(
+                    stateless(loss_fn, has_aux),
+                    tx,
+                    params,
+                    state,
+                    (),
+                    batch,
+                    key,
+                    options=options,
+                    emit=emit,
+                )
+                return params, state, metrics
 
-        if mesh is None and not reduction.is_explicit(axes):
-            return one(params, state, batch, key)
-        return _on_mesh(one, mesh, options, params, state, batch, key)
+            if mesh is None and not reduction.is_explicit(axes):
+                return one(params, state, batch, key)
+            return _on_mesh(one, mesh, options, params, state, batch, key)
 
-    where = None if out_shardings is None else (*out_shardings, None)
-    return jax.jit(
-        step,
-        static_argnames=("emit",),
-        donate_argnums=(0, 1) if donate else (),
-        out_shardings=where,
-    )
+        where = None if out_shardings is None else (*out_shardings, None)
+        return jax.jit(
+            step,
+            static_argnames=("emit",),
+            donate_argnums=(0, 1) if donate else (),
+            out_shardings=where,
+        )
+
+    if max_temp_bytes is not None:
+        return FittedStep(step_of, rematerialised, max_temp_bytes, has_aux)
+    return step_of(rematerialised)
 
 
 def _on_mesh(

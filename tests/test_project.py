@@ -33,7 +33,7 @@ ROWS = (
     {"planning"},
     {"flax"},  # puts training's step and the accumulator into Flax's classes
     {"training"},
-    {"stepping"},
+    {"stepping", "fitting"},
     {"averaging", "contrastive", "equivalence", "monitoring", "statistics"},
     {"accumulation", "microbatching"},
     {"auxiliary"},

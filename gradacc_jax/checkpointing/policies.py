@@ -56,7 +56,7 @@ class Policy:
 
     def __call__(self, prim: Any, *avals: Any, **params: Any) -> Answer:
         """As JAX asks: may the result of ``prim`` on ``avals`` be kept?"""
-        if _decides(prim, avals):
+        if is_decision(prim, avals):
             return True
         return self.decide(prim, avals, params)
 
@@ -561,7 +561,7 @@ def _translated(function: Callable[..., Any]) -> Policy | None:
     return None
 
 
-def _decides(prim: Any, avals: tuple[Any, ...]) -> bool:
+def is_decision(prim: Any, avals: tuple[Any, ...]) -> bool:
     """Whether the operation makes a decision that a second pass might make otherwise.
 
     Sorting counts where floats put integers in order: ``jnp.argsort``.

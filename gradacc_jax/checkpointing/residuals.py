@@ -27,6 +27,7 @@ from gradacc_jax.checkpointing.origins import (
     values_of,
     without_constants,
 )
+from gradacc_jax.checkpointing.sizes import size_text as _size
 
 PyTree = Any
 
@@ -420,10 +421,3 @@ def _table(header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[str
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip()
         for row in (header, *rows)
     ]
-
-
-def _size(nbytes: int) -> str:
-    for unit, bits in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if (value := nbytes / 2**bits) >= 0.9995:
-            return f"{value:.{max(0, 2 - int(math.log10(value + 0.0005)))}f} {unit}"
-    return f"{nbytes} B"

@@ -159,6 +159,13 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         f"attention,mlp_in; prints what each saves (default: {DEFAULTS.remat})",
     )
 
+    model.add_argument(
+        "--activation-memory",
+        metavar="SIZE",
+        help="a budget for the temporaries of a step, such as 200MiB: what is computed "
+        "again is chosen so that the compiled step keeps to it (experimental)",
+    )
+
     training = parser.add_argument_group("training")
     _add_number(training, "--steps", help="optimizer steps")
     training.add_argument(

@@ -138,7 +138,7 @@ def check_same(where: Path, stored: Settings, wanted: Settings) -> None:
     Raises:
         CommandError: naming every setting that differs, with both values.
     """
-    free = {"text", "checkpoint_every", "remat"}
+    free = {"text", "checkpoint_every", "remat", "activation_memory"}
     free |= {"micro_batch", "num_microbatches", "devices", "model_parallel"}
     free |= {"steps"} if stored.schedule == "constant" else set()
     names = [

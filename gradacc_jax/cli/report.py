@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
+from gradacc_jax import RematReport
 from gradacc_jax.cli.settings import Settings
 from gradacc_jax.cli.text import Corpus
 
@@ -191,6 +192,18 @@ def rematerialisation(chosen: str, steps: dict[str, jax.stages.Compiled]) -> str
             "one layer, computed again, needs as much as all of them keep"
         )
     return said
+
+
+def activation_memory(report: RematReport) -> str:
+    """What was chosen for a budget of temporaries."""
+    before = "too many to compile"
+    if report.plain_temp_bytes is not None:
+        before = f"{report.plain_temp_bytes / MIB:,.1f} MiB"
+    return (
+        f"activation memory: temporaries {report.temp_bytes / MIB:,.1f} MiB of "
+        f"{report.max_temp_bytes / MIB:,.1f} MiB, instead of {before}, for "
+        f"{report.flops / report.plain_flops - 1:.1%} more operations"
+    )
 
 
 def position(settings: Settings, micro_step: int) -> str:

@@ -17,6 +17,7 @@ import optax.contrib
 
 from gradacc_jax import policies
 from gradacc_jax.checkpointing.policies import Policy
+from gradacc_jax.checkpointing.sizes import parse_size
 
 
 class CommandError(Exception):
@@ -63,6 +64,8 @@ class Settings:
         warmup_steps: steps over which the learning rate rises from 0.
         remat: what a layer keeps for the backward pass: a policy's name, names of
             values with commas between, or "sqrt" for segments of layers.
+        activation_memory: a budget for the temporaries of a step, such as "200MiB";
+            what is computed again is then chosen by `remat_to_fit`. "none" for none.
         bf16: computes in bfloat16; parameters and sums stay float32.
         seed: of the parameters, of the choice of text and of the sample.
         skip_nonfinite: what a non-finite gradient costs: "micro_batch", "window", or
@@ -88,6 +91,7 @@ class Settings:
     schedule: str = "cosine"
     warmup_steps: int = 10
     remat: str = "none"
+    activation_memory: str = "none"
     bf16: bool = False
     seed: int = 0
     skip_nonfinite: str = "none"
@@ -100,6 +104,22 @@ class Settings:
                 f"{self.num_heads} heads of an even number of channels; choose a "
                 f"multiple of {2 * self.num_heads}"
             )
+        if self.activation_memory != "none":
+            try:
+                parse_size("--activation-memory", self.activation_memory)
+            except ValueError as error:
+                raise CommandError(first_line(error)) from error
+            if self.remat != "none":
+                raise CommandError(
+                    f"--remat={self.remat} and --activation-memory="
+                    f"{self.activation_memory} both say what is computed again; choose "
+                    "one"
+                )
+            if self.devices > 1:
+                raise CommandError(
+                    f"--activation-memory={self.activation_memory} is for one device; "
+                    f"choose a policy by --remat, or leave out --devices={self.devices}"
+                )
         shared = {"--devices": self.devices, "--num-heads": self.num_heads}
         for option, value in shared.items():
             if value % self.model_parallel:

@@ -93,18 +93,32 @@ def train(
     print(report.introduction(settings, corpus, params), flush=True)
 
     # Compiled ahead of time, so that nothing can compile again behind our back.
-    def compile_step(loss_fn: Callable[..., Any]) -> jax.stages.Compiled:
-        step = train_step(
+    def step_of(loss_fn: Callable[..., Any], budget: str | None = None) -> Any:
+        return train_step(
             loss_fn,
             tx,
             weight_fn=model.weight,
             num_microbatches=settings.microbatches_in_call,
+            max_temp_bytes=budget,
             **placement.of_step,
         )
-        batch = placement.put(corpus.call_batch(settings, 0))
-        return placement.compile(step, params, state, batch)
 
-    step = compile_step(loss_fn)
+    def compile_step(loss_fn: Callable[..., Any]) -> jax.stages.Compiled:
+        batch = placement.put(corpus.call_batch(settings, 0))
+        return placement.compile(step_of(loss_fn), params, state, batch)
+
+    if settings.activation_memory == "none":
+        step = compile_step(loss_fn)
+    else:
+        fitted = step_of(loss_fn, settings.activation_memory)
+        batch = placement.put(corpus.call_batch(settings, 0))
+        try:
+            step = fitted.lower(params, state, batch).compile()
+        except ValueError as error:
+            raise CommandError(
+                f"--activation-memory={settings.activation_memory}: {first_line(error)}"
+            ) from error
+        print(report.activation_memory(fitted.reports[-1]), flush=True)
     if settings.remat != "none":
         others = {settings.remat: step}
         for remat in REMAT_SHOWN:

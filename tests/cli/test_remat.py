@@ -96,3 +96,27 @@ def test_policies_and_names_are_understood_and_near_misses_named():
         resolve_remat("atention", 4, NAMES)
     with pytest.raises(CommandError, match=r"--remat=mlp_in,atention is not known"):
         resolve_remat("mlp_in,atention", 4, NAMES)
+
+
+@pytest.mark.slow
+def test_a_run_keeps_to_a_budget_of_activation_memory(tmp_path, text, finished, capsys):
+    out = tmp_path / "run"
+    run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD]
+    assert main([*run, "--activation-memory", "1KiB"]) == 2
+    found = re.search(r"smallest needs (\d+) bytes", capsys.readouterr().err)
+    budget = 1.01 * int(found[1])
+    assert main([*run, "--activation-memory", str(budget)]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"activation memory: temporaries .* instead of .* MiB", said)
+    ours, theirs = metrics_of(out), metrics_of(finished)
+    # Recomputed numbers may be rounded otherwise.
+    np.testing.assert_allclose(
+        [r["loss"] for r in ours], [r["loss"] for r in theirs], rtol=1e-5
+    )
+
+
+def test_a_budget_must_be_a_size_and_no_policy_beside_it():
+    with pytest.raises(CommandError, match="--activation-memory='much' is no number"):
+        Settings(activation_memory="much")
+    with pytest.raises(CommandError, match=r"--remat=dots and .* choose one"):
+        Settings(activation_memory="1MiB", remat="dots")

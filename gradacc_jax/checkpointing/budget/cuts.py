@@ -1,0 +1,170 @@
+"""Where to cut a program into segments.
+
+A segment is a stretch of operations that is computed again as a whole. Of it the
+forward pass keeps what comes in, and the backward pass holds, while it is there, all
+that the segment's derivative needs. So a cut is cheap where little crosses it, and
+segments must be small where much is held. Where little crosses is where a block of a
+model ends, whether it has a name or not.
+
+For a bound on what a segment may hold, the cuts with the least bytes crossing are found
+by dynamic programming over the places where the live set is smallest. A larger bound
+gives fewer segments, so that trying bounds tries numbers of segments: none is best for
+all models. Twelve blocks of a transformer are best kept one by one, layers that keep
+little in segments of several.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import itertools
+
+import numpy as np
+
+from gradacc_jax.checkpointing.budget.programs import Program, is_key
+
+_PLACES = 400
+# Into about how many segments to cut, and of how many ways to keep the best, and the
+# first ones.
+_NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+_BEST, _COARSE = 5, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Operations ``start`` to ``end`` of a program.
+
+    Attributes:
+      start: its first operation.
+      end: the one behind its last.
+      alone: whether it is one operation that is no part of a segment: a loop, which is
+        cut inside, or one with an effect, which stays as it is.
+    """
+
+    start: int
+    end: int
+    alone: bool = False
+
+
+def segmentations(
+    program: Program, held: Sequence[float], alone: Sequence[int]
+) -> list[tuple[Segment, ...]]:
+    """Ways to cut a program.
+
+    Args:
+      program: what to cut.
+      held: for each operation, the bytes that the derivative needs of what it makes.
+      alone: operations that stand alone.
+
+    Returns:
+      Of the ways that were tried those that promise the least bytes when all is
+      computed again, and coarse ones, which cut little off what is left alone.
+    """
+    places = _Places(program, held)
+    parts, start = [], 0
+    for i in [*sorted(alone), len(program.operations)]:
+        parts.append((start, i))
+        start = i + 1
+    candidates = [places.candidates(a, b) for a, b in parts if a < b]
+    most = max((places.held(at[0], at[-1]) for at in candidates), default=0.0)
+    found: dict[tuple[Segment, ...], float] = {}
+    for number in _NUMBERS:
+        cut = [Segment(i, i + 1, alone=True) for i in alone]
+        for at in candidates:
+            # A little more, or blocks of equal size would not fit.
+            bound = 1.05 * most / number
+            cut += [Segment(a, b) for a, b in places.best(at, bound)]
+        cut.sort(key=lambda segment: segment.start)
+        found[tuple(cut)] = places.least(cut)
+    coarse = list(found)[:_COARSE]
+    best = sorted(found, key=lambda cut: found[cut])[:_BEST]
+    return list(dict.fromkeys([*best, *coarse]))
+
+
+def stretches(program: Program, size: int) -> list[tuple[int, int]]:
+    """The program in stretches of about so many operations, where little crosses."""
+    number = len(program.operations)
+    if number <= 1.5 * size:
+        return [(0, number)]
+    places = _Places(program, [1.0] * number)
+    return places.best(places.candidates(0, number), size)
+
+
+class _Places:
+    """What crosses a place before an operation, and what is held between two."""
+
+    def __init__(self, program: Program, held: Sequence[float]):
+        made_at, used_at = program.made_at, program.last_read_at
+        crossing = [
+            (made_at[v], used_at[v], program.nbytes[v])
+            for v, aval in enumerate(program.avals)
+            if used_at[v] > made_at[v] >= 0 and not is_key(aval)
+        ]
+        self.made, self.used, self.nbytes = (
+            np.array([c[i] for c in crossing], dtype=float) for i in range(3)
+        )
+        size = len(program.operations)
+        change = np.zeros(size + 2)
+        np.add.at(change, self.made.astype(int) + 1, self.nbytes)
+        np.add.at(change, self.used.astype(int) + 1, -self.nbytes)
+        self.live = np.cumsum(change)[: size + 1]
+        self.until = np.concatenate([[0.0], np.cumsum(np.asarray(held, dtype=float))])
+
+    def held(self, start: int, end: int) -> float:
+        """What the derivative of a segment needs."""
+        return float(self.until[end] - self.until[start])
+
+    def candidates(self, start: int, end: int) -> list[int]:
+        """The places of a stretch where the live set is smallest, and its two ends."""
+        live = self.live
+        inner = [
+            i
+            for i in range(start + 1, end)
+            if live[i] <= live[i - 1] and live[i] <= live[i + 1]
+        ]
+        if len(inner) > _PLACES:
+            inner = sorted(sorted(inner, key=lambda i: float(live[i]))[:_PLACES])
+        return [start, *inner, end]
+
+    def finest(self, at: list[int]) -> float:
+        """The least bound for which there are cuts."""
+        return max(self.held(a, b) for a, b in itertools.pairwise(at))
+
+    def least(self, cut: Sequence[Segment]) -> float:
+        """The bytes of a way to cut, if everything is computed again."""
+        crossing, most = 0.0, 0.0
+        for segment in cut:
+            if not segment.alone:
+                most = max(most, self.held(segment.start, segment.end))
+            crossing += float(self._kept(np.array([segment.start]), segment.end)[0])
+        return crossing + most
+
+    def best(self, at: list[int], bound: float) -> list[tuple[int, int]]:
+        """The segments that hold no more than the bound and keep the least."""
+        bound = max(bound, self.finest(at)) * (1 + 1e-9)
+        places = np.array(at)
+        until = self.until[places]
+        total = max(float(until[-1] - until[0]), 1.0)
+        cost, before = [0.0], [0]
+        for j in range(1, len(at)):
+            held = until[j] - until[:j]
+            # Of equally good cuts, those that make segments of equal size.
+            evenness = 1e-3 * (held / total) ** 2 * total
+            through = np.array(cost) + self._kept(places[:j], at[j]) + evenness
+            through[held > bound] = np.inf
+            best = int(np.argmin(through))
+            cost.append(float(through[best]))
+            before.append(best)
+        cuts, j = [len(at) - 1], len(at) - 1
+        while j:
+            j = before[j]
+            cuts.append(j)
+        cuts.reverse()
+        return [(at[a], at[b]) for a, b in itertools.pairwise(cuts)]
+
+    def _kept(self, starts: np.ndarray, end: int) -> np.ndarray:
+        """For segments from each start on, the bytes made in them and read later."""
+        crosses = (self.made < end) & (self.used >= end)
+        made, nbytes = self.made[crosses], self.nbytes[crosses]
+        order = np.argsort(made)
+        below = np.concatenate([[0.0], np.cumsum(nbytes[order])])
+        total = below[-1]
+        return total - below[np.searchsorted(made[order], starts)]

@@ -1,0 +1,509 @@
+r"""Plans: for every segment of a program what is kept, and what that costs.
+
+A plan is one way to cut a program, and for every segment one of its choices: let it
+alone, or compute it again from what comes in and from what a minimum cut says to save.
+Its bytes are predicted thus. When the backward pass is in a segment, there are the
+inputs and saved values of that segment and of all before it, and all that the
+derivative of this one needs:
+
+.. math::
+    M = \max_s \; \Big( \sum_{i < s} (x_i + k_i) + k_s + h_s \Big),
+
+with x what crosses into later segments, k what is kept and h what is held besides while
+the segment is computed again. In a loop all that is kept is kept once for every turn.
+
+The plans from the smallest to the function as it is are found greedily: of all
+segments the next better choice that spares most seconds for a byte comes first. What
+is then left of a number of bytes is filled with whatever fits.
+"""
+
+from collections.abc import Sequence
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gradacc_jax.checkpointing import policies
+from gradacc_jax.checkpointing.budget.costs import Rates, again
+from gradacc_jax.checkpointing.budget.cuts import Segment, segmentations
+from gradacc_jax.checkpointing.budget.loops import Loop, inner_lengths
+from gradacc_jax.checkpointing.budget.needs import needs_of
+from gradacc_jax.checkpointing.budget.programs import Program, is_key
+from gradacc_jax.checkpointing.budget.solve import Choice, Problem, Task, pareto
+
+_LEVELS = 24
+# A loop that keeps a smaller part of all than this is an operation like others.
+_SMALL = 0.01
+# What is computed again is partly fused into what reads it, and never written. Without
+# this a last segment that keeps all seems as good as one that is computed again.
+_HELD = 0.9
+# How many cuts are made for a segment, and from how many operations on it is too large
+# to be worth that.
+_CORNERS, _LARGE = 12, 600
+# Operations with derivatives that keep values of their own, which have no names here:
+# they run again whenever their segment does.
+_OPAQUE = {"cond", "custom_vjp_call", "custom_vjp_call_jaxpr", "scan", "shard_map"}
+
+
+class Alone(NamedTuple):
+    """A segment as it was traced."""
+
+
+class Again(NamedTuple):
+    """A segment that is computed again, from its inputs and these values."""
+
+    saved: frozenset[int]
+
+
+class InLoop(NamedTuple):
+    """A loop whose body follows a plan.
+
+    Attributes:
+      loop: the loop.
+      plan: for its body.
+      turns: of the loops that it is made of; None if it stays one.
+    """
+
+    loop: Loop
+    plan: "Plan"
+    turns: int | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Option:
+    """One choice for a segment.
+
+    Attributes:
+      kept: bytes that are there until the backward pass comes, besides inputs.
+      held: bytes that are there besides while it is in the segment.
+      cost: seconds of what is computed again.
+      flops: its floating-point operations.
+      way: what to do.
+    """
+
+    kept: float
+    held: float
+    cost: float
+    flops: float
+    way: Alone | Again | InLoop
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """A segment with its choices.
+
+    Attributes:
+      segment: where it is.
+      program: what it does.
+      inputs: the numbers of its inputs in the whole program.
+      outputs: those of its results.
+      crossing: the bytes of those that later segments read.
+      options: its choices, the fewest bytes first.
+      fixed: what fixed policies choose, by their names.
+    """
+
+    segment: Segment
+    program: Program
+    inputs: list[int]
+    outputs: list[int]
+    crossing: float
+    options: list[Option]
+    fixed: dict[str, Option] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """One choice for every segment.
+
+    Attributes:
+      program: what it is for.
+      cut: the number of the way in which the program was cut.
+      pieces: its segments.
+      options: their choices.
+      kept: bytes kept for the backward pass.
+      held: bytes that are there besides at its worst moment.
+      cost: seconds of what is computed again.
+    """
+
+    program: Program
+    cut: int
+    pieces: tuple[Piece, ...]
+    options: tuple[Option, ...]
+    kept: float
+    held: float
+    cost: float
+
+    @property
+    def flops(self) -> float:
+        """The floating-point operations of what is computed again."""
+        return sum(option.flops for option in self.options)
+
+    @property
+    def peak(self) -> float:
+        """The bytes that are there at the worst moment, as predicted."""
+        return self.kept + self.held
+
+
+def for_program(plan: Plan, program: Program) -> Plan:
+    """The plan for another trace of the same program: equal operations, new objects."""
+    pieces, options = [], []
+    for piece, option in zip(plan.pieces, plan.options, strict=True):
+        segment = piece.segment
+        part, inputs, outputs = program.part(segment.start, segment.end)
+        if isinstance(option.way, InLoop):
+            loop = Loop(part.operations[0])
+            inner = for_program(option.way.plan, loop.body)
+            way = InLoop(loop, inner, option.way.turns)
+            option = dataclasses.replace(option, way=way)
+        pieces.append(Piece(segment, part, inputs, outputs, piece.crossing, [option]))
+        options.append(option)
+    return dataclasses.replace(
+        plan, program=program, pieces=tuple(pieces), options=tuple(options)
+    )
+
+
+class Planner:
+    """Finds the plans of programs, and of the bodies of their loops.
+
+    Args:
+      rates: of the chip.
+    """
+
+    def __init__(self, rates: Rates):
+        self.rates = rates
+        self._solved: dict[Any, tuple[list[Option], dict[str, Option]]] = {}
+
+    def plans(
+        self,
+        program: Program,
+        wrt: Sequence[int],
+        turns: int = 1,
+        towards: Sequence[int] | None = None,
+        fixed: dict[str, Plan] | None = None,
+    ) -> list[Plan]:
+        """The plans that no other beats in bytes and seconds, the fewest bytes first.
+
+        Args:
+          program: what to plan.
+          wrt: the inputs that it is differentiated with respect to.
+          turns: how often it runs, if it is the body of a loop.
+          towards: which of its results are differentiated; None for all.
+          fixed: is given the plan of each fixed policy, on the segments that suit it.
+        """
+        needs = needs_of(program, wrt, towards)
+        is_wrt = [v in set(wrt) for v in range(program.num_inputs)]
+        active = program.active(is_wrt)
+        held = [
+            float(sum(program.nbytes[v] for v in operation.outputs if v in needs))
+            for operation in program.operations
+        ]
+        loops: dict[int, tuple[list[Option], dict[str, Option]]] = {}
+        alone: list[int] = []
+        enough = _SMALL * sum(held)
+        for i, operation in enumerate(program.operations):
+            if operation.eqn.effects:
+                alone.append(i)
+            elif operation.name == "scan" and operation.eqn.params["length"] > 1:
+                given = [isinstance(v, int) and active[v] for v in operation.inputs]
+                options, of_policies = self._loop(Loop(operation), given)
+                if options and options[-1].kept > enough:
+                    loops[i] = options, of_policies
+                    alone.append(i)
+        found: list[Plan] = []
+        for number, cut in enumerate(segmentations(program, held, alone)):
+            pieces = []
+            for segment in cut:
+                part, inputs, outputs = program.part(segment.start, segment.end)
+                crossing = {
+                    v for v in outputs if program.last_read_at[v] >= segment.end
+                }
+                if segment.alone:
+                    as_it_is: Any = [Option(0, 0, 0, 0, Alone())], {}
+                    options, of_policies = loops.get(segment.start, as_it_is)
+                else:
+                    made = range(part.num_inputs, len(part.avals))
+                    whole = [
+                        v
+                        for o in program.operations[segment.start : segment.end]
+                        for v in o.outputs
+                    ]
+                    local = dict(zip(whole, made, strict=True))
+                    options, of_policies = self._options(
+                        part,
+                        frozenset(local[v] for v in whole if v in needs),
+                        frozenset(local[v] for v in crossing),
+                        tuple(active[v] for v in inputs),
+                    )
+                pieces.append(
+                    Piece(
+                        segment,
+                        part,
+                        inputs,
+                        outputs,
+                        float(sum(program.nbytes[v] for v in crossing)),
+                        options,
+                        of_policies,
+                    )
+                )
+            ways = _Cut(program, number, tuple(pieces), turns)
+            found += ways.plans()
+            if fixed is not None:
+                for name in _POLICIES:
+                    plan = ways.fixed(name)
+                    if name not in fixed or plan.peak < fixed[name].peak:
+                        fixed[name] = plan
+        return _best(found, turns)
+
+    def _options(
+        self,
+        part: Program,
+        needed: frozenset[int],
+        free: frozenset[int],
+        active: tuple[bool, ...],
+    ) -> tuple[list[Option], dict[str, Option]]:
+        """The choices for a segment: corners of its frontier, alone; fixed policies."""
+        key = part.signature, needed, free, active
+        if key not in self._solved:
+            self._solved[key] = self._solve(part, needed, free, active)
+        return self._solved[key]
+
+    def _solve(
+        self,
+        part: Program,
+        needed: frozenset[int],
+        free: frozenset[int],
+        active: tuple[bool, ...],
+    ) -> tuple[list[Option], dict[str, Option]]:
+        is_active = part.active(active)
+        everything = float(sum(part.nbytes[v] for v in needed - free))
+        alone = Option(everything, 0.0, 0.0, 0.0, Alone())
+        if not needed:
+            return [alone], {}
+        forced, forced_flops, tasks = 0.0, 0.0, []
+        for i, operation in enumerate(part.operations):
+            cost = again(part, i, self.rates)
+            if operation.name in _OPAQUE and any(
+                is_active[v] for v in operation.values
+            ):
+                forced, cost = forced + cost, 0.0
+                forced_flops += part.work[i].total
+            tasks.append(
+                Task(
+                    tuple({v for v in operation.values if v >= part.num_inputs}),
+                    operation.outputs,
+                    cost,
+                )
+            )
+
+        def nbytes(v: int) -> float:
+            if v in free:
+                return 0.0
+            return math.inf if is_key(part.avals[v]) else float(part.nbytes[v])
+
+        held = float(sum(part.nbytes[v] for v in needed))
+        problem = Problem(tasks, needed, nbytes)
+
+        def option(choice: Choice) -> Option:
+            there = sum(part.nbytes[v] for v in choice.saved & needed)
+            flops = sum(part.work[i].total for i in choice.again if tasks[i].cost)
+            return Option(
+                choice.nbytes,
+                _HELD * (held - there),
+                choice.cost + forced,
+                flops + forced_flops,
+                Again(choice.saved),
+            )
+
+        fixed = {k: problem.saving(v) for k, v in _of_policies(part).items()}
+        corners = problem.frontier(limit=_CORNERS if len(tasks) < _LARGE else 3)
+        options = [option(choice) for choice in pareto([*corners, *fixed.values()])]
+        found = [o for o in options if o.kept < everything and o.cost > 0]
+        return (
+            sorted([*found, alone], key=lambda o: o.kept),
+            {name: option(choice) for name, choice in fixed.items()},
+        )
+
+    def _loop(
+        self, loop: Loop, active: Sequence[bool]
+    ) -> tuple[list[Option], dict[str, Option]]:
+        """The choices for a loop: its body by any plan, and loops of loops."""
+        wrt = loop.wrt(active)
+        if not wrt:
+            return [], {}
+        length, carry = loop.length, float(loop.carry_bytes)
+        of_policies: dict[str, Plan] = {}
+        plans = self.plans(loop.body, wrt, turns=length, fixed=of_policies)
+        needs = needs_of(loop.body, wrt)
+        used = float(sum(loop.body.nbytes[v] for v in loop.carried if v in needs))
+        found = []
+        once = sum(
+            self.rates.seconds(loop.body, i) for i in range(len(loop.body.operations))
+        )
+        work = sum(work.total for work in loop.body.work)
+
+        def whole(plan: Plan) -> Option:
+            is_plain = all(isinstance(o.way, Alone) for o in plan.options)
+            kept = plan.kept + (used if is_plain else carry)
+            return Option(
+                length * kept,
+                plan.held,
+                length * plan.cost,
+                length * plan.flops,
+                Alone() if is_plain else InLoop(loop, plan, None),
+            )
+
+        for plan in plans:
+            found.append(whole(plan))
+            kept = found[-1].kept / length
+            for turns in inner_lengths(length):
+                outer, rest = divmod(length, turns)
+                copied = float(loop.sliced_bytes) if rest else 0.0
+                found.append(
+                    Option(
+                        outer * carry + copied,
+                        turns * kept + plan.held,
+                        length * (plan.cost + once),
+                        length * (plan.flops + work),
+                        InLoop(loop, plan, turns),
+                    )
+                )
+        found.sort(key=lambda o: (o.kept + o.held, o.cost))
+        best: list[Option] = []
+        for option in found:
+            if not best or option.cost < best[-1].cost:
+                best.append(option)
+        return best, {name: whole(plan) for name, plan in of_policies.items()}
+
+
+_POLICIES = ("full", "dots", "dots_with_no_batch_dims")
+
+
+def _of_policies(part: Program) -> dict[str, frozenset[int]]:
+    """What the fixed policies save of a program."""
+    found: dict[str, frozenset[int]] = {}
+    for name in _POLICIES:
+        policy = policies.resolve(name)
+        found[name] = frozenset(
+            v
+            for operation in part.operations
+            if policy(
+                operation.eqn.primitive,
+                *(atom.aval for atom in operation.eqn.invars),
+                **operation.eqn.params,
+            )
+            is True
+            for v in operation.outputs
+        )
+    return found
+
+
+class _Cut:
+    """One way to cut a program, and the plans that it gives."""
+
+    def __init__(
+        self, program: Program, number: int, pieces: tuple[Piece, ...], turns: int
+    ):
+        self.program, self.number, self.pieces = program, number, pieces
+        self.turns = turns
+        self.crossing = np.array([p.crossing for p in pieces])
+        self.kept = [np.array([o.kept for o in p.options]) for p in pieces]
+        self.cost = [np.array([o.cost for o in p.options]) for p in pieces]
+        # A row for each piece, filled up to the most options, to pick from at once.
+        self.rows = np.arange(len(pieces))
+        self.table = np.zeros((2, len(pieces), max(map(len, self.kept), default=0)))
+        for i, piece in enumerate(pieces):
+            for j, option in enumerate(piece.options):
+                self.table[:, i, j] = option.kept, option.held
+
+    def plans(self) -> list[Plan]:
+        """Plans of this cut, from the smallest to the function as it is."""
+        if not self.pieces:
+            return [Plan(self.program, self.number, (), (), 0.0, 0.0, 0.0)]
+        at = np.array([int(np.argmin(k)) for k in self.kept])
+        states = [at.copy()]
+        for piece, option in self._steps():
+            if option > at[piece]:
+                at[piece] = option
+                states.append(at.copy())
+        peaks = [sum(self.bytes(state)) for state in states]
+        seen = {tuple(state): None for state in states}
+        for level in np.geomspace(max(min(peaks), 1.0), max(*peaks, 1.0), _LEVELS):
+            start = max(
+                (i for i, p in enumerate(peaks) if p <= level * (1 + 1e-9)), default=0
+            )
+            seen[tuple(self._filled(states[start].copy(), level))] = None
+        return [self._plan(state) for state in seen]
+
+    def bytes(self, at: Sequence[int] | np.ndarray) -> tuple[float, float]:
+        """What a state keeps for the backward pass, and what it holds besides."""
+        return self._bytes(*self.table[:, self.rows, at])
+
+    def _bytes(self, kept: np.ndarray, held: np.ndarray) -> tuple[float, float]:
+        through = self.crossing + kept
+        if not len(through):
+            return 0.0, 0.0
+        if self.turns > 1:
+            return float(through.sum()), float(held.max())
+        before = np.cumsum(through) - through
+        peak = float((before + kept + held).max())
+        total = float(through.sum())
+        return min(total, peak), max(peak - total, 0.0)
+
+    def size(self, at: Sequence[int] | np.ndarray) -> float:
+        """The bytes of a state at its worst moment."""
+        kept, held = self.bytes(at)
+        return self.turns * kept + held
+
+    def _steps(self) -> list[tuple[int, int]]:
+        """Pieces and their next better options, most seconds for a byte first."""
+        steps = []
+        for i, (kept, cost) in enumerate(zip(self.kept, self.cost)):
+            at = int(np.argmin(kept))
+            while True:
+                more, less = kept - kept[at], cost[at] - cost
+                worth = np.where((more > 0) & (less > 0), less / np.maximum(more, 1), 0)
+                if not worth.any():
+                    break
+                at = int(np.argmax(worth))
+                steps.append((-float(worth[at]), -i, at))
+        return [(-i, option) for _, i, option in sorted(steps, key=lambda s: s[:2])]
+
+    def _filled(self, at: np.ndarray, level: float) -> np.ndarray:
+        """A state with whatever better options still fit."""
+        for i in reversed(range(len(at))):
+            for option in np.argsort(self.cost[i]):
+                if self.cost[i][option] >= self.cost[i][at[i]]:
+                    break
+                before, at[i] = at[i], option
+                if self.size(at) <= level * (1 + 1e-9):
+                    break
+                at[i] = before
+        return at
+
+    def fixed(self, policy: str) -> Plan:
+        """The plan of a fixed policy on every segment but the last."""
+        options = [p.fixed.get(policy, p.options[-1]) for p in self.pieces]
+        if options and self.turns == 1:
+            options[-1] = self.pieces[-1].options[-1]
+        return self._of(options)
+
+    def _plan(self, at: Sequence[int]) -> Plan:
+        return self._of([p.options[i] for p, i in zip(self.pieces, at)])
+
+    def _of(self, options: Sequence[Option]) -> Plan:
+        kept, held = self._bytes(
+            np.array([o.kept for o in options]), np.array([o.held for o in options])
+        )
+        cost = float(sum(o.cost for o in options))
+        return Plan(
+            self.program, self.number, self.pieces, tuple(options), kept, held, cost
+        )
+
+
+def _best(plans: Sequence[Plan], turns: int) -> list[Plan]:
+    kept: list[Plan] = []
+    for plan in sorted(plans, key=lambda p: (turns * p.kept + p.held, p.cost)):
+        if not kept or plan.cost < kept[-1].cost:
+            kept.append(plan)
+    return kept

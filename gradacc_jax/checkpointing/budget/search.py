@@ -1,0 +1,153 @@
+"""From predicted to compiled bytes: which plans to compile, and which to take.
+
+Only the compiler knows what a program needs. Predictions are off by what is alike in
+all plans of a program (gradients, the optimizer, the batch), and by what the compiler
+fuses or moves. So the bytes that programs were found to need correct the prediction
+for the plans near them, and the next plan to be compiled is always the cheapest of
+those that now seem to fit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+
+from gradacc_jax.checkpointing.budget.plans import Plan
+from gradacc_jax.checkpointing.sizes import size_text
+
+# Of a budget: what is enough to be content with, and what to keep clear of while
+# nothing better is known than a prediction.
+_ENOUGH = 0.985
+_CLEAR = 0.997
+# What seems to need so much more may fit all the same; and how many of these to try.
+_NEAR, _MISSES = 1.05, 3
+# Plans of least bytes to compile before a budget is given up.
+_LEAST = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trial:
+    """A plan that was compiled.
+
+    Attributes:
+      plan: the plan.
+      nbytes: temporaries of the compiled program; infinite if it does not compile.
+    """
+
+    plan: Plan
+    nbytes: float
+
+
+class Search:
+    """The plans of one program, and what is known of them.
+
+    Args:
+      plans: the fewest bytes first; the last one leaves the program as it is.
+      fixed: plans of fixed policies, to be compared with.
+    """
+
+    def __init__(self, plans: Sequence[Plan], fixed: Mapping[str, Plan]):
+        self.plans, self.fixed = plans, fixed
+        self.trials: list[Trial] = []
+
+    @property
+    def plain(self) -> Trial:
+        """The program as it is."""
+        return next(t for t in self.trials if t.plan is self.plans[-1])
+
+    def fit(
+        self,
+        measure: Callable[[Plan], float],
+        budget: int,
+        max_compiles: int,
+        progress: Callable[[str], None],
+    ) -> tuple[Trial | None, int]:
+        """The cheapest plan that fits, as far as is known after so many compilations.
+
+        Args:
+          measure: compiles a plan and returns its temporaries.
+          budget: bytes.
+          max_compiles: how many programs to compile at most.
+          progress: told what was found.
+
+        Returns:
+          The trial, or None if nothing fits; and the number of compilations.
+        """
+        compiles = 0
+        while True:
+            best = self._best(budget)
+            plan = self._next(budget, best)
+            if plan is None or compiles == max_compiles:
+                return best, compiles
+            trial = Trial(plan, measure(plan))
+            self.trials.append(trial)
+            compiles += 1
+            progress(
+                f"compiled {compiles} of at most {max_compiles}: "
+                f"{_text(trial.nbytes)} for {size_text(budget)}, predicted "
+                f"{size_text(plan.peak)}"
+            )
+
+    def estimate(self, plan: Plan) -> float:
+        """The bytes of a plan: as predicted, corrected by what was compiled near it."""
+        trials = [t for t in self.trials if t.nbytes < float("inf")]
+        same = [t for t in trials if t.plan.cut == plan.cut]
+        known = sorted(same or trials, key=lambda t: t.plan.peak)
+        if not known:
+            return plan.peak
+        below = [t for t in known if t.plan.peak <= plan.peak]
+        above = [t for t in known if t.plan.peak >= plan.peak]
+        if not below or not above:
+            near = (below or above)[-1 if below else 0]
+            if near.nbytes < near.plan.peak:  # fused, or a part of it on each device
+                return plan.peak * near.nbytes / near.plan.peak
+            return plan.peak + near.nbytes - near.plan.peak
+        a, b = below[-1], above[0]
+        way = b.plan.peak - a.plan.peak
+        part = (plan.peak - a.plan.peak) / way if way else 0.0
+        offset = (1 - part) * (a.nbytes - a.plan.peak)
+        return plan.peak + offset + part * (b.nbytes - b.plan.peak)
+
+    def _best(self, budget: int) -> Trial | None:
+        fitting = [t for t in self.trials if t.nbytes <= budget]
+        return min(fitting, key=lambda t: (t.plan.cost, t.nbytes), default=None)
+
+    def _next(self, budget: int, best: Trial | None) -> Plan | None:
+        """What to compile next; None if nothing promises to be better."""
+        tried = {id(t.plan) for t in self.trials}
+        if id(self.plans[-1]) not in tried:
+            return self.plans[-1]
+        if best is not None and best.nbytes >= _ENOUGH * budget:
+            return None
+        left = [p for p in self.plans if id(p) not in tried]
+        if best is not None:
+            left = [p for p in left if p.cost < best.plan.cost]
+        seems = {id(p): self.estimate(p) for p in left}
+        fitting = [p for p in left if seems[id(p)] <= _CLEAR * budget]
+        if fitting:
+            return min(fitting, key=lambda p: p.cost)
+        if best is not None:
+            return self._near_miss(budget, best, left, seems)
+        # Nothing fits yet. The least bytes may be those of another cut than it seems.
+        failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
+        least = min((t.nbytes for t in failed), default=float("inf"))
+        hopeful = [p for p in left if min(p.peak, seems[id(p)]) < least]
+        if len(failed) >= _LEAST or not hopeful:
+            return None
+        return min(hopeful, key=lambda p: seems[id(p)])
+
+    def _near_miss(
+        self, budget: int, best: Trial, left: list[Plan], seems: dict[int, float]
+    ) -> Plan | None:
+        """A cheaper plan that nearly seems to fit, since predictions are rough."""
+        missed = [
+            t
+            for t in self.trials
+            if t.plan.cost < best.plan.cost and budget < t.nbytes <= _NEAR * budget
+        ]
+        near = [p for p in left if seems[id(p)] <= _NEAR * budget]
+        if len(missed) >= _MISSES or not near:
+            return None
+        return min(near, key=lambda p: seems[id(p)])
+
+
+def _text(nbytes: float) -> str:
+    return size_text(nbytes) if nbytes < float("inf") else "does not compile"
