@@ -16,6 +16,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+import numpy as np
 
 from gradacc_jax import (
     arguments,
@@ -207,7 +208,7 @@ def _over_devices(
         specs[number] = spec
     mesh = jax.sharding.get_abstract_mesh()
     placed = [
-        reduction.spread_over(x, specs[number], mesh)
+        reduction.spread_over(x, specs[number], mesh, o.axes)
         if number in o.batch_argnums
         else reduction.gathered(x, o.axes)
         for number, x in enumerate(args)
@@ -215,12 +216,30 @@ def _over_devices(
     value: PyTree = whole
     if o.has_aux:
         value = (whole, auxiliary.device_specs(o.aux_reduction, o.axes))
+    # Flags and strings stay what they are.
+    leaves, tree = jax.tree.flatten((tuple(placed), reduction.gathered(kwargs, o.axes)))
+    all_specs = jax.tree.leaves(
+        jax.tree.map(
+            lambda spec, x: jax.tree.map(lambda _: spec, x),
+            (tuple(specs), whole),
+            (tuple(placed), kwargs),
+        )
+    )
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, (jax.Array, np.ndarray))]
+
+    def inside(given: list[Any]) -> Any:
+        merged = list(leaves)
+        for i, x in zip(arrays, given, strict=True):
+            merged[i] = x
+        args, kwargs = jax.tree.unflatten(tree, merged)
+        return run(*args, **kwargs)
+
     found, grads = jax.shard_map(
-        lambda args, kwargs: run(*args, **kwargs),
-        in_specs=(tuple(specs), whole),
+        inside,
+        in_specs=([all_specs[i] for i in arrays],),
         out_specs=(value, whole),
         axis_names=set(o.axes),
-    )(tuple(placed), reduction.gathered(kwargs, o.axes))
+    )([leaves[i] for i in arrays])
     wrt = args[o.argnums[0]] if o.single else tuple(args[n] for n in o.argnums)
     return found, reduction.back(grads, wrt)
 
@@ -242,6 +261,8 @@ class Options:
     state_argnums: Any = ()
     accumulator_dtype: Any = jnp.float32
     axis_name: Any = None
+    # Axes over which somebody else reduces, and the loss may talk.
+    loss_axes: Any = ()
     unroll: int = 1
 
     def __post_init__(self) -> None:
@@ -377,14 +398,17 @@ class Call:
         def first_loss(wrt: PyTree) -> PyTree:
             return self.evaluate(wrt, first(), 0, state)
 
-        self.together = reduction.communicate(first_loss, self.wrt, o.axes)
+        talk = reduction.talk(first_loss, self.wrt, o.axes or o.loss_axes)
+        if o.loss_axes and weight is not None and o.weight_fn is not None:
+            reduction.check_weighable(talk)
+        self.together = talk.at_all
+        if self.together and o.num_real is not None:
+            reduction.check_same("num_microbatches", o.num_real, o.axes or o.loss_axes)
         # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
         exact = all(x.dtype == precision.scalar_dtype() for x in jax.tree.leaves(loss))
         weighted = o.reduction == "mean" and weight is not None
-        self.in_place = (
-            (exact or not weighted)
-            and (weight is None or not self.together)
-            and references.serve(first_loss, self.wrt, grads.total, weighted)
+        self.in_place = (exact or not weighted) and references.serve(
+            first_loss, self.wrt, grads.total, weighted
         )
         scalar = jax.ShapeDtypeStruct((), precision.scalar_dtype())
         held = Sums(
@@ -446,21 +470,25 @@ class Call:
 
         def both_passes(total: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
             loss, vjp, (state, aux) = jax.vjp(
-                lambda wrt: self.evaluate(wrt, micro, index, held.state),
+                lambda wrt: self.exact(*self.evaluate(wrt, micro, index, held.state)),
                 self.wrt,
                 has_aux=True,
             )
             cotangent = jax.tree.map(jnp.ones_like, loss)
             if shares is not None:
                 cotangent = precision.cast_like(shares, loss)
-            elif self.in_place and weighted and weight is not None:
+            elif weight is not None and weighted and (self.in_place or self.together):
                 cotangent = weight.astype(loss.dtype)
+            elif weight is not None and self.together:
+                cotangent = (weight != 0).astype(loss.dtype)
             cotangent = reduction.vary_like(cotangent, loss)
             if self.in_place:
                 return loss, state, aux, references.add(vjp, total, cotangent)
             (grads,) = vjp(cotangent)
             before = Window(total, held.grads.weight)
-            after = windows.add(before, grads, weight, first=False, weighted=weighted)
+            # The weight is in the cotangent already where devices talk.
+            w = None if self.together else weight
+            after = windows.add(before, grads, w, first=False, weighted=weighted)
             return loss, state, aux, after.total
 
         def forward_pass(total: PyTree) -> tuple[PyTree, PyTree, PyTree, PyTree]:
@@ -524,6 +552,13 @@ class Call:
         loss, rest = losses.pair_of(out, True, "(loss, new_state)")
         new, aux = losses.pair_of(rest, o.has_aux, "(new_state, aux)")
         return loss, (arguments.states(new, o.single_state), aux)
+
+    def exact(self, loss: PyTree, rest: PyTree) -> tuple[PyTree, PyTree]:
+        """The loss in a dtype whose cotangent can be a weight, where it may be one."""
+        if self.together:
+            wide = precision.scalar_dtype()
+            loss = jax.tree.map(lambda x: x.astype(wide), loss)
+        return loss, rest
 
     def micro_batch(self, part: Part, i: Any) -> tuple[PyTree, ...]:
         return splitting.micro_batch(self.batch, self.axes, part, i)

@@ -22,13 +22,15 @@ axis) nothing is refused on their account.
 from collections.abc import Callable
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
 from jax.extend import core
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+
+from gradacc_jax import precision
 
 PyTree = Any
 Axes = tuple[str, ...]
@@ -78,7 +80,8 @@ def num_devices(axes: Axes) -> int:
         raise ValueError(
             f"axis_name={_shown(axes)} is not bound ({here}); call this inside "
             "jax.shard_map over a mesh with that axis, or set a mesh on which it is "
-            "explicit (under jit with other shardings leave axis_name out)"
+            "explicit (under jit with other shardings leave axis_name out). For an "
+            "accumulator in a chain, init_on_mesh and state_specs take axis_name= too"
         ) from None
 
 
@@ -116,10 +119,10 @@ def gathered(tree: PyTree, axes: Axes) -> PyTree:
     return jax.tree.map(leaf, tree)
 
 
-def spread_over(batch: PyTree, specs: PyTree, mesh: Any) -> PyTree:
+def spread_over(batch: PyTree, specs: PyTree, mesh: Any, axes: Axes) -> PyTree:
     """A batch where ``shard_map`` wants it, which on explicit axes is asked for."""
-    explicit = AxisType.Explicit in mesh.axis_types
-    if not explicit:
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if not all(kinds[name] == AxisType.Explicit for name in axes):
         return batch
 
     def leaf(x: Any, spec: PartitionSpec) -> Any:
@@ -224,6 +227,20 @@ def all_reduce(tree: PyTree, axes: Axes) -> PyTree:
     return lax.psum(tree, axes) if axes and jax.tree.leaves(tree) else tree
 
 
+def global_norm(grads: PyTree) -> jax.Array:
+    """The norm of gradients, of which other mesh axes may each have a part."""
+    dtype = precision.scalar_dtype()
+
+    def square(x: jax.Array) -> jax.Array:
+        wide = jnp.abs(x.astype(precision.working_dtype(x.dtype)))
+        total = jnp.sum(jnp.square(wide)).astype(dtype)
+        others = tuple(sorted(varying_axes(total)))
+        return lax.psum(total, others) if others else total
+
+    leaves = [x for x in jax.tree.leaves(grads) if precision.has_gradient(x)]
+    return jnp.sqrt(sum(map(square, leaves), start=jnp.zeros((), dtype)))
+
+
 def back(tree: PyTree, params: PyTree) -> PyTree:
     """Gradients where their parameters are, on an explicit mesh that gathered them."""
     return jax.tree.map(lambda x, p: placed_like(x, jax.typeof(p)), tree, params)
@@ -240,6 +257,12 @@ def reduce_scatter(tree: PyTree, axes: Axes) -> PyTree:
     parts = num_devices(axes)
 
     def leaf(x: jax.Array) -> jax.Array:
+        spec = jax.typeof(x).sharding.spec.partitions
+        if jax.tree.leaves(spec):
+            raise ValueError(
+                f"shard_accumulators=True, and a gradient is sharded as {spec} over an "
+                "explicit mesh axis already; leave shard_accumulators out"
+            )
         flat = jnp.pad(jnp.ravel(x), (0, -x.size % parts))
         return lax.psum_scatter(flat, axes, tiled=True)
 
@@ -283,6 +306,27 @@ def check_batch(batch: PyTree, wrt: PyTree, axes: Axes) -> None:
             )
 
 
+def check_same(what: str, x: Any, axes: Axes) -> None:
+    """Raises where ``x`` differs from device to device, and they must go together."""
+    if here := varying_axes(x) & set(axes):
+        raise ValueError(
+            f"{what} differs from device to device of {sorted(here)}, and they would "
+            "wait for each other for ever; pass the same on all of them"
+        )
+
+
+def check_alike(params: PyTree, state: PyTree, axes: Axes) -> None:
+    """Raises where new parameters, or counters, would differ from device to device."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if here := varying_axes(x) & set(axes):
+            raise ValueError(
+                f"the update of params{jax.tree_util.keystr(path)} differs from device "
+                f"to device of {sorted(here)}: a transformation in tx that stands "
+                "outside of accumulate(axis_name=...) passes this device's gradients "
+                "on; put it inside: accumulate(optax.partition(...), k, axis_name=...)"
+            )
+
+
 def check_loss(loss: PyTree, axes: Axes) -> None:
     """Raises where a loss is not that of a device's own examples, but of all."""
     for x in jax.tree.leaves(loss):
@@ -305,26 +349,55 @@ def check_not_reduced(what: str, x: Any, axes: Axes, remedy: str) -> None:
         )
 
 
-def communicate(fun: Callable[[PyTree], PyTree], arg: PyTree, axes: Axes) -> bool:
-    """Whether devices talk to each other in ``fun(arg)``, over one of the axes.
+class Talk(NamedTuple):
+    """Whether devices talk to each other in a loss, over some of the axes.
 
-    Then none of them may leave it out, or the others would wait for ever.
+    Attributes:
+      at_all: then none of them may leave a pass out, or others would wait for ever.
+      backward: in the backward pass. What one device differentiates then goes into the
+        gradients of others, and a weight must be there before, as the cotangent.
     """
-    return bool(axes) and _communicates(jax.make_jaxpr(fun)(arg).jaxpr, axes)
+
+    at_all: bool = False
+    backward: bool = False
 
 
-def _communicates(jaxpr: Any, axes: Axes) -> bool:
+def talk(loss: Callable[[PyTree], Any], params: PyTree, axes: Axes) -> Talk:
+    """How devices talk to each other in ``loss(params) -> (loss, anything)``."""
+    if not axes:
+        return Talk()
+
+    def backward(params: PyTree) -> PyTree:
+        value, vjp, _ = jax.vjp(loss, params, has_aux=True)
+        return vjp(vary_like(jax.tree.map(jnp.ones_like, value), value))
+
+    forward = _collectives(jax.make_jaxpr(loss)(params).jaxpr, axes)
+    both = _collectives(jax.make_jaxpr(backward)(params).jaxpr, axes)
+    return Talk(both > 0 or forward > 0, both > forward)
+
+
+def check_weighable(talk: Talk) -> None:
+    """Raises where an accumulator could not weigh a micro-batch's gradients."""
+    if talk.backward:
+        raise ValueError(
+            "weight_fn is given, and in the backward pass of the loss devices talk to "
+            "each other (lax.pmean, lax.psum, ...): an accumulator would weigh what is "
+            "mixed already; give train_step a plain optimizer and num_microbatches=k "
+            "instead, or stop the gradient there (lax.stop_gradient)"
+        )
+
+
+def _collectives(jaxpr: Any, axes: Axes) -> int:
+    count = 0
     for equation in jaxpr.eqns:
+        local = equation.primitive.name in ("pvary", "pcast", "axis_index")
         for name in ("axes", "axis_name"):
             names = equation.params.get(name, ())
             names = names if isinstance(names, (tuple, list, frozenset)) else (names,)
-            is_local = equation.primitive.name in ("pvary", "pcast", "axis_index")
-            if not is_local and any(axis in names for axis in axes):
-                return True
-        inner = core.jaxprs_in_params(equation.params)
-        if any(_communicates(one, axes) for one in inner):
-            return True
-    return False
+            count += not local and any(axis in names for axis in axes)
+        for inner in core.jaxprs_in_params(equation.params):
+            count += _collectives(inner, axes)
+    return count
 
 
 def _spec(x: Any, axes: Axes, **marks: Any) -> PartitionSpec:

@@ -135,8 +135,9 @@ def _work() -> bool:
 
     def both(p: PyTree) -> tuple[PyTree, PyTree]:
         _, vjp = jax.vjp(loss, p)
-        (expected,) = vjp(jnp.ones(()))
-        return expected, add(vjp, jax.tree.map(jnp.zeros_like, p), jnp.ones(()))
+        one = jnp.ones((), jnp.float32)
+        (expected,) = vjp(one)
+        return expected, add(vjp, jax.tree.map(jnp.zeros_like, p), one)
 
     # Compiled ahead of time, a program runs now, even where a trace is under way, on
     # whatever mesh.

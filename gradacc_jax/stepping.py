@@ -161,7 +161,11 @@ def micro_step(
     if options.axes:
         reduction.check_batch(batch, params, options.axes)
         reduction.check_loss(jax.eval_shape(loss, params)[0], options.axes)
-    if not _in_place(tx, loss, params, local, weight, options.axes):
+    talk = reduction.Talk()
+    if weight is not None:
+        talk = reduction.talk(loss, params, options.axes)
+    if not _in_place(tx, loss, params, local, weight):
+        reduction.check_weighable(talk)
         (value, (new, aux)), grads = jax.value_and_grad(
             loss, has_aux=True, allow_int=True
         )(params)
@@ -170,7 +174,9 @@ def micro_step(
         made = _Gradients(grads, norm, value, weight, new, aux)
         return _applied(tx, given, state, made, emit, options.axes)
 
-    value, rest, added, runs = _added_in_place(tx, loss, params, local, weight, emit)
+    value, rest, added, runs = _added_in_place(
+        tx, loss, params, local, weight, emit, together=talk.at_all
+    )
     params, value, (new, aux) = _after_reading(given, value, rest)
     carried = _carried_on(weight, new, carried)
     # The gradient's dtypes are the sums'.
@@ -178,6 +184,7 @@ def micro_step(
     added = tx.options.stored(added)
     params, state = close(tx, params, added, like, runs, weight=weight, value=value)
     metrics = step_metrics(state, value, None, weight, aux, runs, options.axes)
+    reduction.check_alike(params, state, options.axes)
     return params, state, carried, metrics
 
 
@@ -310,6 +317,7 @@ def _in_one_call(
         state_argnums=2,
         key_argnums=() if key is None else 3,
         axis_name=None if accumulates else options.axis_name,
+        loss_axes=options.axes if accumulates else (),
         unroll=options.unroll,
     )
     args = (trained, batch, carried) if key is None else (trained, batch, carried, key)
@@ -368,6 +376,7 @@ def _applied(
             state,
         )
         made = made._replace(norm=jnp.where(any_term, made.norm, 0))
+    reduction.check_alike(params, state, axes)
     runs: Any = emit is not False
     for held in accumulators(state):
         if not has_device_axis(held):
@@ -427,6 +436,7 @@ def _warn_of_both(
     """Says the global batch of two accumulations, one in the other."""
     axes = splitting.batch_axes(batch, options.batch_axis)
     size = splitting.num_examples(batch, axes)
+    size *= reduction.num_devices(options.axes)
     k = tx.options.k if isinstance(tx, AccumulateTransformation) else None
     if k == 1:
         return
@@ -448,7 +458,6 @@ def _in_place(
     params: PyTree,
     state: PyTree,
     weight: jax.Array | None,
-    axes: reduction.Axes,
 ) -> TypeGuard[AccumulateTransformation]:
     """Whether the backward pass may add into the accumulator itself."""
     if not isinstance(tx, AccumulateTransformation) or unused(state.acc_grads):
@@ -460,8 +469,6 @@ def _in_place(
     if options.shard_accumulators:
         return False
     weighted = weight is not None and options.weighted
-    if weight is not None and reduction.communicate(loss, params, axes):
-        return False
     if not references.serve(loss, params, state.acc_grads, weighted):
         return False
     # The weight becomes the loss's cotangent, and must not be rounded to bfloat16.
@@ -476,6 +483,7 @@ def _added_in_place(
     state: AccumulateState,
     weight: jax.Array | None,
     emit: bool | None,
+    together: bool,
 ) -> tuple[jax.Array, PyTree, AccumulateState, Any]:
     """Loss, aux, the state with the micro-batch in it, and whether ``tx`` is to run."""
     first = state.mini_step == 0
@@ -486,13 +494,15 @@ def _added_in_place(
         cotangent = jnp.ones_like(value)
         if weight is not None and options.weighted:
             cotangent = reduction.vary_like(weight.astype(value.dtype), value)
+        elif weight is not None and together:
+            cotangent = cotangent * (weight != 0).astype(value.dtype)
         return value, aux, references.add(vjp, total, cotangent)
 
     def forward_pass(total: PyTree) -> tuple[jax.Array, PyTree, PyTree]:
         return *loss(params), total
 
     total = options.opened(state)
-    if weight is None:
+    if weight is None or together:
         value, aux, total = both_passes(total)
     else:
         # 0 times nan is nan: a micro-batch of weight 0 gets no backward pass.

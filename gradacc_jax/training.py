@@ -268,4 +268,4 @@ def _on_mesh(
         in_specs=(whole, of_state, of_batch, whole),
         out_specs=(whole, of_state, of_metrics),
         axis_names=set(axes),
-    )(params, state, reduction.spread_over(batch, of_batch, there), key)
+    )(params, state, reduction.spread_over(batch, of_batch, there, axes), key)

@@ -25,7 +25,6 @@ A leaf that is not differentiable (integers, booleans, keys) has an
 from typing import Any, NamedTuple
 
 import jax
-from jax import lax
 import jax.numpy as jnp
 from optax import MaskedNode
 
@@ -177,4 +176,4 @@ def _no_gradient(g: Any) -> Any:
         return jnp.zeros(jnp.shape(g), jnp.int32)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return g
-    return lax.full_like(g, 0)
+    return jnp.zeros(jnp.shape(g), dtype)  # the same on all devices

@@ -272,6 +272,198 @@ def test_devices_that_talk_to_each_other_in_the_loss_never_wait_in_vain(accumula
     assert_close(found, jax.value_and_grad(whole)(params), eps=40)
 
 
+@pytest.mark.parametrize("in_step", [False, True])
+@pytest.mark.parametrize("empty", [0, 1])
+def test_statistics_over_devices_carry_gradients_with_the_right_weights(in_step, empty):
+    # What a device differentiates goes into the gradients of the others: the weight
+    # must be in the cotangent, also that of a device without loss terms.
+    def centred(params, batch):
+        h = per_example(params, batch["x"])
+        shifted = h - lax.pmean(jnp.mean(h), "data") - 1
+        total = jnp.sum(shifted**2 * batch["mask"])
+        return total / jnp.maximum(tokens(batch), 1)
+
+    def whole(params, batch):
+        h = per_example(params, batch["x"])
+        return jnp.sum((h - jnp.mean(h) - 1) ** 2 * batch["mask"]) / tokens(batch)
+
+    params, batch, mesh = parameters(), batch_of(16), mesh_of(4)
+    batch["mask"] = batch["mask"].at[: 4 * empty].set(0)
+    expected = jax.value_and_grad(whole)(params, batch)
+    before = jax.tree.map(np.asarray, params)
+    inner = optax.sgd(1.0)
+    tx = inner if in_step else accumulate(inner, 2, axis_name="data")
+    step = train_step(centred, tx, weight_fn=tokens, mesh=mesh, axis_name="data")
+    state = init_on_mesh(tx, params, mesh, axis_name=None)
+    new, _, metrics = step(params, state, batch, emit=None if in_step else True)
+    found = metrics.loss, jax.tree.map(lambda a, b: a - b, before, new)
+    assert_close(found, expected, eps=40)
+
+
+@pytest.mark.filterwarnings("ignore:num_microbatches=2")
+def test_gradients_that_are_mixed_before_they_are_weighed_are_an_error():
+    def centred(params, batch):
+        h = per_example(params, batch["x"])
+        return jnp.mean((h - lax.pmean(jnp.mean(h), "data")) ** 2 * batch["mask"])
+
+    params, mesh = parameters(), mesh_of(4)
+    for options in ({"skip_nonfinite": "micro_batch"}, {}):
+        tx = accumulate(optax.sgd(1.0), 2, axis_name="data", **options)
+        more = {} if options else {"num_microbatches": 2}
+        step = train_step(
+            centred, tx, weight_fn=tokens, mesh=mesh, axis_name="data", **more
+        )
+        state = init_on_mesh(tx, params, mesh)
+        with pytest.raises(ValueError, match="would weigh what is mixed already"):
+            step(params, state, batch_of(16), emit=True)
+
+
+def test_devices_that_talk_take_the_same_number_of_micro_batches():
+    def coupled(w, x):
+        return w * lax.pmean(jnp.mean(x), "data")
+
+    def run(w, x):
+        count = 1 + lax.axis_index("data")
+        fun = value_and_grad(
+            lambda w, x: coupled(w, x) + jnp.mean(x),
+            num_microbatches=count,
+            microbatch_size=1,
+            axis_name="data",
+        )
+        return fun(w, x)
+
+    with pytest.raises(ValueError, match="num_microbatches differs from device"):
+        on_devices(run, 2, (P(), P("data")), P())(jnp.ones(()), jnp.ones(4))
+
+
+def test_finite_sums_that_overflow_together_are_a_bad_window():
+    tx = accumulate(
+        optax.sgd(1.0),
+        2,
+        axis_name="data",
+        skip_nonfinite="window",
+        accumulator_dtype=None,
+    )
+    w, mesh = jnp.ones(2, jnp.float16), mesh_of(4)
+    specs = state_specs(tx, w)
+    state = init_on_mesh(tx, w, mesh)
+
+    def micro_step(w, state, grads):
+        return apply_gradients(tx, w, state, grads[0])
+
+    step = on_devices(micro_step, 4, (P(), specs, P("data")), (P(), specs))
+    for _ in range(2):
+        w, state = step(w, state, jnp.full((4, 2), 2e4, jnp.float16))
+    assert w.tolist() == [1, 1]
+    assert (state.skips.total, state.gradient_step) == (1, 1)
+
+
+@pytest.mark.optax_promotes
+@pytest.mark.parametrize(
+    "inner",
+    [
+        optax.inject_hyperparams(optax.sgd)(learning_rate=0.5),
+        optax.partition(
+            {"t": optax.sgd(0.5), "f": optax.set_to_zero()},
+            {"kernel": "t", "scale": "f", "count": "f"},
+        ),
+    ],
+    ids=["inject_hyperparams", "partition"],
+)
+def test_optimizers_that_need_arrays_and_integer_leaves_work(inner):
+    params = parameters() | {"count": jnp.arange(3)}
+    tx, mesh = accumulate(inner, 2, axis_name="data"), mesh_of(4)
+    step = train_step(loss, tx, weight_fn=tokens, mesh=mesh, axis_name="data")
+    state = init_on_mesh(tx, params, mesh)
+    expected, one = parameters()["kernel"], batch_of(32)
+    grads = jax.grad(loss)(parameters(), one)
+    for i in range(2):
+        part = jax.tree.map(lambda x, i=i: x[i::2], one)
+        params, state, _ = step(params, state, part)
+    assert_close(params["kernel"], expected - 0.5 * grads["kernel"])
+    assert params["count"].tolist() == [0, 1, 2]
+
+
+def test_updates_that_pass_by_the_accumulator_are_an_error():
+    params, mesh = parameters(), mesh_of(4)
+    tx = optax.partition(
+        {
+            "t": accumulate(optax.sgd(0.1), 2, axis_name="data"),
+            "f": optax.set_to_zero(),
+        },
+        {"kernel": "t", "scale": "f"},
+    )
+    step = train_step(loss, tx, mesh=mesh, axis_name="data")
+    state = init_on_mesh(tx, params, mesh, axis_name="data")
+    with pytest.raises(ValueError, match=r"params\['scale'\] differs .* put it inside"):
+        step(params, state, batch_of(16))
+
+
+def test_parameters_that_another_axis_has_parts_of_keep_their_parts():
+    mesh = jax.make_mesh(
+        (2, 2),
+        ("data", "model"),
+        devices=jax.devices()[:4],
+        axis_types=(AxisType.Auto,) * 2,
+    )
+    specs = {"w": P(None, "model"), "s": P()}
+
+    def split(params, x):
+        columns = jnp.sum((x @ params["w"]) ** 2, axis=1) * params["s"]
+        return lax.psum(jnp.mean(columns), "model")
+
+    tx = accumulate(optax.sgd(0.1), 2, axis_name="data")
+    params = {"w": jnp.ones((8, 4)) / 3, "s": jnp.asarray(2.0)}
+    of_state = state_specs(tx, params, specs)
+
+    def init(params):
+        return tx.init(params)
+
+    def micro_step(params, state, x):
+        varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), params)
+        return apply_gradients(
+            tx, params, state, jax.grad(split)(varying, x), emit=True
+        )
+
+    state = jax.shard_map(init, mesh=mesh, in_specs=(specs,), out_specs=of_state)(
+        params
+    )
+    run = jax.shard_map(
+        micro_step,
+        mesh=mesh,
+        in_specs=(specs, of_state, P("data")),
+        out_specs=(specs, of_state),
+    )
+    x = batch_of(8)["x"]
+    grads = jax.grad(lambda p: jnp.mean(jnp.sum((x @ p["w"]) ** 2, axis=1) * p["s"]))(
+        params
+    )
+    new, state = jax.jit(run)(params, state, x)
+    assert_close(new, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads))
+    assert_close(state.grad_norm, optax.tree.norm(grads))
+
+
+def test_sharded_sums_of_one_device_become_those_of_four():
+    tx = accumulate(optax.sgd(1.0), 2, axis_name="data", shard_accumulators=True)
+    params = {"w": jnp.ones(3), "k": jnp.ones((2, 2))}
+    state = init_on_mesh(tx, params, mesh_of(1))
+    moved = for_num_devices(state, params, 4)
+    assert moved.acc_grads["w"].shape == moved.acc_grads["k"].shape == (4, 1)
+
+
+def test_flags_of_a_loss_stay_flags_on_an_explicit_mesh():
+    def flagged(w, x, mode, *, double=False):
+        assert mode == "mean"
+        return jnp.mean(x @ w) * (2 if double else 1)
+
+    fun = value_and_grad(flagged, num_microbatches=2, axis_name="data")
+    with jax.set_mesh(explicit()):
+        w = jax.device_put(np.ones(8, np.float32), P())
+        x = jax.device_put(np.ones((8, 8), np.float32), P("data"))
+        value, _ = fun(w, x, "mean", double=True)
+    assert value == 16
+
+
 def test_another_mesh_axis_may_be_left_to_the_loss():
     # Columns of the last kernel are spread over "model": the loss adds its parts up.
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)

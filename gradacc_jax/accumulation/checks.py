@@ -95,11 +95,8 @@ def check_on_devices(grads: PyTree, emit: Any, axes: reduction.Axes) -> None:
                 "differentiate with respect to jax.lax.pcast(params, axis_name, "
                 'to="varying"), as train_step does, or leave axis_name out',
             )
-    if emit is not None and (here := reduction.varying_axes(emit) & set(axes)):
-        raise ValueError(
-            f"emit differs from device to device of {sorted(here)}, and they would "
-            "wait for each other for ever; pass the same on all of them"
-        )
+    if emit is not None:
+        reduction.check_same("emit", emit, axes)
 
 
 def check_unreduced_options(skip_nonfinite: Any, shard_accumulators: bool) -> None:
@@ -173,10 +170,7 @@ def check_gradients(
                     "differentiable; pass integer zeros or float0 there"
                 )
             continue
-        held = jnp.shape(g)
-        if parts and not precision.is_masked(g):
-            held = (-(-math.prod(held) // parts),)
-        if precision.is_masked(g) or held != total.shape:
+        if precision.is_masked(g) or _held_shape(g, parts) != total.shape:
             shape = "none (masked)" if precision.is_masked(g) else jnp.shape(g)
             raise ValueError(
                 f"{name} has shape {shape}, but its parameter has shape "
@@ -197,3 +191,9 @@ def check_gradients(
                 "give the gradients the parameters' dtype, or accumulate() a wider "
                 "accumulator_dtype"
             )
+
+
+def _held_shape(g: Any, parts: int) -> tuple[int, ...]:
+    """The shape of the sum of gradients like ``g``; see :func:`check_gradients`."""
+    shape = jnp.shape(g)
+    return (-(-math.prod(shape) // parts),) if parts else shape

@@ -39,6 +39,8 @@ from gradacc_jax.accumulation.state import (
 from gradacc_jax.window import Window
 
 PyTree = Any
+# The inner state, the norm of its gradient and the counts of skips, where used.
+Kept = tuple[Any, Any, Any]
 
 
 @jax.tree_util.register_static
@@ -208,14 +210,14 @@ class Accumulation:
             total = state.acc_grads
 
         def step(
-            held: Window, extras: dict[str, Window], kept: tuple[Any, Any]
-        ) -> tuple[PyTree, tuple[Any, Any]]:
+            held: Window, extras: dict[str, Window], kept: Kept
+        ) -> tuple[PyTree, Kept]:
             gradient = windows.close(
                 held, grads, dtype=self.inner_dtype, mean=self.divides
             )
-            inner_state, norm = kept
+            inner_state, norm, skips = kept
             if self.axes:
-                norm = precision.global_norm(gradient).astype(norm.dtype)
+                norm = reduction.global_norm(gradient).astype(norm.dtype)
             updates, new_inner_state = self.inner.update(
                 gradient, inner_state, params, **_averaged(extras, extra_args)
             )
@@ -224,20 +226,25 @@ class Accumulation:
                 silence.still, grads, updates, is_leaf=precision.is_masked
             )
             new_inner_state = precision.cast_like(new_inner_state, inner_state)
-            return updates, (new_inner_state, norm)
+            return updates, (new_inner_state, norm, skips)
 
-        def run(kept: tuple[Any, Any]) -> tuple[PyTree, tuple[Any, Any]]:
+        def run(kept: Kept) -> tuple[PyTree, Kept]:
             held = Window(total, state.acc_weight)
             if not self.axes:
                 return step(held, state.acc_extra_args, kept)
             held, extras = self._all_reduced(held, state.acc_extra_args, grads, params)
+            if self.skip_nonfinite == "window":
+                # Looked at here: finite sums of all devices may overflow together.
+                finite = precision.all_finite(held.total)
+                held = held._replace(weight=jnp.where(finite, held.weight, 0))
+                kept = (*kept[:2], _counted(kept[2], ~finite))
             go = functools.partial(step, held, extras)
             if self.never_empty(weight):
                 return go(kept)
             return jax.lax.cond(held.weight > 0, go, rest, kept)
 
-        def rest(kept: tuple[Any, Any]) -> tuple[PyTree, tuple[Any, Any]]:
-            def instead() -> tuple[PyTree, tuple[Any, Any]]:
+        def rest(kept: Kept) -> tuple[PyTree, Kept]:
+            def instead() -> tuple[PyTree, Kept]:
                 held, extras = Window(total, state.acc_weight), state.acc_extra_args
                 if self.axes:
                     held, extras = self._all_reduced(held, extras, grads, params)
@@ -247,16 +254,18 @@ class Accumulation:
             # Without a conditional an addition follows, which XLA drops where it sees
             # the zeros.
             count = None if isinstance(runs, bool) else state.mini_step
-            inner_state, norm = kept
+            inner_state, norm, skips = kept
             norm = jnp.zeros_like(norm) if self.axes else norm
-            return silence.zero_updates(updates, count), (inner_state, norm)
+            zeros = reduction.vary_like(silence.zero_updates(updates, count), updates)
+            return zeros, (inner_state, norm, skips)
 
-        kept = state.inner_state, state.grad_norm
+        kept = state.inner_state, state.grad_norm, state.skips if self.axes else ()
         if isinstance(runs, bool):
             updates, kept = (run if runs else rest)(kept)
         else:
             updates, kept = jax.lax.cond(runs, run, rest, kept)
-        state = self.stored(state._replace(inner_state=kept[0], grad_norm=kept[1]))
+        state = state._replace(inner_state=kept[0], grad_norm=kept[1])
+        state = self.stored(state._replace(skips=kept[2]) if self.axes else state)
         return updates, state if part == "add" else _turn(state)
 
     def _all_reduced(
@@ -413,11 +422,9 @@ class Accumulation:
 
         mini_step = state.mini_step + jnp.asarray(counts, jnp.int32)
         closes = self._closes(mini_step, state.gradient_step, counts, emit)
-        if self.skip_nonfinite == "window":
+        if self.skip_nonfinite == "window" and not self.axes:
             # Looked at where the window closes only: a silent micro-step reads nothing.
-            finite = _if(
-                closes, lambda: ~self._anywhere(~precision.all_finite(held.total))
-            )
+            finite = _if(closes, lambda: precision.all_finite(held.total))
             held = held._replace(weight=jnp.where(finite, held.weight, 0))
             state = state._replace(skips=_counted(state.skips, ~finite, closes))
         added = state._replace(

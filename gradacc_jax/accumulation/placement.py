@@ -75,8 +75,13 @@ def state_specs(
 
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
+    def zeros(x: jax.ShapeDtypeStruct) -> Any:
+        extended = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+        return x if extended else jnp.zeros(x.shape, x.dtype)
+
     def look() -> PyTree:
-        state = tx.init(shapes)
+        # Arrays, if never made: some optimizers cannot begin with shapes.
+        state = tx.init(jax.tree.map(zeros, shapes))
         specs = _like_params(tx, state, params, param_specs, PartitionSpec())
         found.append(_with_device_axes(state, specs, shapes, axes))
         return state
@@ -242,10 +247,16 @@ def for_num_devices(state: PyTree, params: PyTree, num_devices: int) -> PyTree:
         before = held.acc_weight.shape[0]
         if before == num_devices:
             return held
+        at = dict(_leaves(params))
+        # A vector on one device looks the same, sharded or not: others tell.
+        sharded = any(
+            total.shape != (before, *jnp.shape(at[path]))
+            for path, total in _leaves(held.acc_grads)
+        )
 
         def sums(path: Any, total: jax.Array) -> jax.Array:
             shape = jnp.shape(at[path])
-            if total.shape == (before, *shape):
+            if not sharded:
                 return scalars(total)
             size = math.prod(shape)
             if total.shape != (before, -(-size // before)):
@@ -257,7 +268,6 @@ def for_num_devices(state: PyTree, params: PyTree, num_devices: int) -> PyTree:
             flat = jnp.pad(jnp.ravel(total)[:size], (0, -size % num_devices))
             return jnp.reshape(flat, (num_devices, -1))
 
-        at = dict(jax.tree_util.tree_leaves_with_path(params))
         return held._replace(
             acc_grads=jax.tree_util.tree_map_with_path(sums, held.acc_grads),
             acc_weight=scalars(held.acc_weight),
@@ -410,6 +420,11 @@ def _with_device_axes(
             if precision.is_masked(total):
                 return total
             whole = total.shape[1:] == shapes[path]
+            if not whole and jax.tree.leaves(spec.partitions):
+                raise ValueError(
+                    f"params{jax.tree_util.keystr(path)} is sharded as {spec}, and "
+                    "shard_accumulators=True spreads its sums flat; leave one out"
+                )
             return PartitionSpec(first, *spec) if whole else PartitionSpec(first)
 
         alone = PartitionSpec(first)

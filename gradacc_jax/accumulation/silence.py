@@ -42,6 +42,8 @@ def still(g: Any, update: Any) -> Any:
     if precision.is_masked(update) or precision.has_gradient(g):
         return update
     dtype = precision.dtype_of(g)
-    if dtype == jax.dtypes.float0 or jnp.issubdtype(dtype, jax.dtypes.extended):
+    if dtype == jax.dtypes.float0:
+        return np.zeros(jnp.shape(g), dtype)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return g
-    return jax.lax.full_like(g, 0)
+    return jnp.zeros(jnp.shape(g), dtype)  # the same on all devices
