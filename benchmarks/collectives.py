@@ -13,7 +13,6 @@ emits. Bytes are those that one device sends: of an all-reduce of B bytes over D
 import argparse
 from collections import Counter
 from collections.abc import Callable
-import importlib.util
 import json
 import math
 import os
@@ -25,7 +24,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 from jax import lax
-from jax.experimental import topologies
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -33,36 +31,10 @@ import numpy as np
 import optax
 
 from gradacc_jax import accumulate, state_specs, train_step
+from gradacc_jax.planning import absent, chips
 
 LAYERS, WIDTH, PER_DEVICE = 8, 128, 4
 KS = (1, 8, 64)
-# An H200, by NVIDIA's data sheet and the occupancy figures of compute capability 9.0.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  shared_memory_per_block_optin: 232448
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 151397597184
-  cuda_compute_capability { major: 9 minor: 0 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 patch: 0 }
-runtime_version { major: 12 minor: 8 patch: 0 }
-device_description_str: "NVIDIA H200"
-"""
 COLLECTIVE = re.compile(
     r"= (.*?) (all-reduce|all-to-all|all-gather|reduce-scatter|collective-permute)"
     r"(?:-start)?\("
@@ -278,35 +250,15 @@ def meshes(which: str) -> dict[str, Mesh]:
     found = {
         "8 CPU devices": jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     }
-    if which == "all":
-        for name, make in (("4 TPU v5e", tpus), ("4 H200", gpus)):
-            devices = make()
-            if devices is None:
-                print(f"no compiler for {name} is installed")
-            else:
-                found[name] = Mesh(
-                    np.array(devices), ("data",), axis_types=(AxisType.Auto,)
-                )
+    for name in ("v5e", "h200") if which == "all" else ():
+        try:
+            devices = absent.devices(chips.find(name), 4)
+        except ImportError as error:
+            print(error)
+            continue
+        kinds = (AxisType.Auto,)
+        found[f"4 {name}"] = Mesh(np.array(devices), ("data",), axis_types=kinds)
     return found
-
-
-def tpus() -> list[Any] | None:
-    if importlib.util.find_spec("libtpu") is None:
-        return None
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
-    os.environ["TPU_ACCELERATOR_TYPE"] = "v5litepod-4"
-    return list(topologies.get_topology_desc("v5e:2x2", "tpu").devices)
-
-
-def gpus() -> list[Any] | None:
-    if importlib.util.find_spec("jax_cuda13_plugin") is None:
-        return None
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-    topology = topologies.get_topology_desc(
-        "any", "cuda", target_config=H200, topology="1x1x4"
-    )
-    return list(topology.devices)
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Programs for chips that this machine does not have."""
 
 import jax
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, SingleDeviceSharding
+import numpy as np
 import pytest
 
 from gradacc_jax.planning import absent as room
@@ -15,6 +16,16 @@ def absent(name):
     if missing:
         pytest.skip(f"no compiler for {chip.name} is installed: {missing}")
     return SingleDeviceSharding(room.devices(chip)[0])
+
+
+def absent_mesh(name, count):
+    """A mesh of chips that are not there, with the axis "data"; or skips."""
+    chip = chips.find(name)
+    missing = chips.missing_compiler(chip)
+    if missing:
+        pytest.skip(f"no compiler for {chip.name} is installed: {missing}")
+    devices = np.array(room.devices(chip, count))
+    return Mesh(devices, ("data",), axis_types=(AxisType.Auto,))
 
 
 def absent_gpu():

@@ -56,12 +56,17 @@ class Program:
 
     def collectives(self, size=1):
         """The collectives over arrays of ``size`` numbers or more in all, by name."""
-        found = []
-        for line in self.text.splitlines():
-            one = _COLLECTIVE.search(line)
-            if one and sum(map(_elements, _SHAPE.findall(one[1]))) >= size:
-                found.append(one[2])
-        return sorted(found)
+        return collectives_in(self.text, size)
+
+
+def collectives_in(text, size=1):
+    """See :meth:`Program.collectives`."""
+    found = []
+    for line in text.splitlines():
+        one = _COLLECTIVE.search(line)
+        if one and sum(map(_elements, _SHAPE.findall(one[1]))) >= size:
+            found.append(one[2])
+    return sorted(found)
 
 
 def _instructions(text):

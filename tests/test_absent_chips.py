@@ -6,10 +6,22 @@ large, are not installed.
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+import optax
 import pytest
 
-from gradacc_jax import references, remat, remat_sequence, value_and_grad
+from gradacc_jax import (
+    accumulate,
+    references,
+    remat,
+    remat_sequence,
+    state_specs,
+    train_step,
+    value_and_grad,
+)
 from tests import chips
+from tests.programs import collectives_in
 
 pytestmark = pytest.mark.absent_chips
 
@@ -86,3 +98,41 @@ def test_on_a_gpu_segments_hold_less_than_single_layers():
         return program.memory_analysis().temp_size_in_bytes
 
     assert temporaries("sqrt") < 0.4 * temporaries(256)
+
+
+@pytest.mark.parametrize("name", ["h200", "v5e"])
+def test_four_chips_reduce_once_a_window_and_a_silent_micro_step_nothing(name):
+    mesh = chips.absent_mesh(name, 4)
+
+    def placed(tree, specs):
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    tx = accumulate(optax.sgd(0.1), 4, axis_name="data")
+    shapes = jax.ShapeDtypeStruct((8, 128, 128), jnp.float32)
+    specs = state_specs(tx, shapes)
+    init = jax.shard_map(tx.init, mesh=mesh, in_specs=P(), out_specs=specs)
+    params = placed(shapes, P())
+    state = placed(jax.eval_shape(init, shapes), specs)
+    batch = placed(jax.ShapeDtypeStruct((16, 128), jnp.float32), P("data"))
+    step = train_step(layered, tx, mesh=mesh, axis_name="data")
+    silent, emitting = (
+        text_of(step.lower(params, state, batch, emit=emit)) for emit in (False, True)
+    )
+    assert collectives_in(silent) == []
+    assert collectives_in(emitting, 128) == ["all-reduce"]
+    whole = placed(jax.ShapeDtypeStruct((64, 128), jnp.float32), P("data"))
+    step = train_step(
+        layered, optax.sgd(0.1), num_microbatches=4, mesh=mesh, axis_name="data"
+    )
+    in_one_call = text_of(step.lower(params, (optax.EmptyState(),) * 2, whole))
+    assert collectives_in(in_one_call, 128) == ["all-reduce"]
+
+
+def text_of(lowered):
+    return lowered.compile().as_text()
