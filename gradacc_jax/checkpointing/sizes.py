@@ -44,7 +44,7 @@ def parse_size(name: str, given: Any) -> int:
                 'string like "200MiB"'
             ) from None
     if not 0 < nbytes < math.inf:
-        raise ValueError(f"{name}={given!r}; choose a positive number of bytes")
+        raise ValueError(f"{name}={given!r} is no number of bytes above 0; choose one")
     return int(nbytes)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import jax
 
-from gradacc_jax.planning.sizes import bytes_text, parse_bytes
+from gradacc_jax.checkpointing.sizes import parse_size
+from gradacc_jax.planning.sizes import bytes_text
 
 GIB = 2**30
 # What JAX's allocator takes of a GPU unless it is told otherwise.
@@ -376,7 +377,7 @@ def budget(chip: Chip, memory: int | str | None) -> int:
     """
     if memory is None:
         return chip.usable_bytes
-    asked = parse_bytes("memory", memory)
+    asked = parse_size("memory", memory)
     # A "24 GB" card has less than 24 GiB: its maker's number is taken for it.
     nominal = math.ceil(chip.memory_bytes * 1.05)
     if chip.platform != "cpu" and asked > nominal:
