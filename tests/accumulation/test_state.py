@@ -140,10 +140,11 @@ def test_the_fields_are_named_as_promised_and_those_not_in_use_are_empty():
         "emitted",
         "skip_state",
         "skips",
+        "grad_norm",
     ]
     assert list(AccumulateState._fields) == fields
     state = accumulate(SGD, 2).init(ZERO)
-    assert state.skip_state == state.skips == ()
+    assert state.skip_state == state.skips == state.grad_norm == ()
     assert accumulate(SGD, 1).init(ZERO).acc_grads == ()
     assert accumulate(SGD, 2, average_extra_args=()).init(ZERO).acc_extra_args == {}
 
