@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def limit_bytes(self) -> int:
-        """What a program may need: the budget without its margin."""
+        """The bytes that a program may need, the budget without its margin."""
         return int(self.budget_bytes * (1 - self.margin))
 
     def __str__(self) -> str:
