@@ -18,6 +18,8 @@ from gradacc_jax.checkpointing.flops import flops_of
 from tests.checkpointing import models
 from tests.checkpointing.models import quick
 
+pytestmark = pytest.mark.newest
+
 RATES = Rates(1e9, 1e9, 1e9)
 ENGINES = {"checkpoint": checkpointed, "barrier": barred, "branch": conditional}
 # Between two programs that compute the same in another order.

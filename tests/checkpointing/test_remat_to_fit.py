@@ -17,6 +17,8 @@ from gradacc_jax.checkpointing.sizes import parse_size, size_text
 from tests import chips, programs
 
 LAYERS, WIDTH, BATCH = 6, 32, 256
+pytestmark = pytest.mark.newest
+
 W = 0.2 * np.random.default_rng(0).normal(size=(LAYERS, WIDTH, WIDTH)).astype("f")
 X = np.random.default_rng(1).normal(size=(BATCH, WIDTH)).astype("f")
 

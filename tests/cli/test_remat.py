@@ -99,6 +99,7 @@ def test_policies_and_names_are_understood_and_near_misses_named():
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 def test_a_run_keeps_to_a_budget_of_activation_memory(tmp_path, text, finished, capsys):
     out = tmp_path / "run"
     run = ["train", "--text", text, "--out", str(out), *SMALL, *SGD]

@@ -213,7 +213,11 @@ def test_nnx_statistics_and_random_streams_are_carried_through_the_micro_batches
     np.testing.assert_allclose(metrics.loss, np.mean(values), rtol=8 * EPS)
     for kind in (nnx.BatchStat, nnx.RngCount):
         chex.assert_trees_all_close(
-            pure(inside, kind), pure(across, kind), rtol=8 * EPS
+            # Means of numbers of order 1 that cancel.
+            pure(inside, kind),
+            pure(across, kind),
+            rtol=8 * EPS,
+            atol=EPS,
         )
     mean = jax.tree.map(lambda *g: sum(g) / 3, *grads)
     expected = jax.tree.map(lambda p, g: p - 0.1 * g, pure(across, nnx.Param), mean)
