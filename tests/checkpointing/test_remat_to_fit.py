@@ -266,7 +266,7 @@ def test_a_stack_that_keeps_nothing_in_place_is_told(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_temp_bytes": 0}, "choose a positive number"),
+        ({"max_temp_bytes": 0}, "is no number of bytes above 0"),
         ({"max_temp_bytes": "many"}, "max_temp_bytes='many' is no number of bytes"),
         ({"max_temp_bytes": 1.5j}, "is no number of bytes"),
         ({"max_temp_bytes": 2**20, "argnums": 2}, "argnums=2 names argument 2"),
