@@ -175,6 +175,11 @@ def train_step(
                 "examples are spread"
             )
         reduction.check_mesh(mesh, axes)
+    if axes and max_temp_bytes is not None:
+        raise ValueError(
+            f"max_temp_bytes={max_temp_bytes!r} and axis_name={axis_name!r}: a budget "
+            "is planned for one device so far; choose a policy instead"
+        )
     rematerialised = with_policy(loss_fn, policy)
     if max_temp_bytes is not None and rematerialised is not loss_fn:
         raise ValueError(

@@ -270,7 +270,9 @@ def place(settings: Settings) -> Placement:
         axis_types=(AxisType.Auto, AxisType.Auto),
         devices=there[:asked],
     )
-    return Placement(mesh, settings.sharding == "fsdp")
+    # A budget of activation memory is for one device, and planned under plain `jit`.
+    left_to_xla = settings.sharding == "fsdp" or settings.activation_memory != "none"
+    return Placement(mesh, left_to_xla)
 
 
 def _struct(x: Any, where: NamedSharding) -> jax.ShapeDtypeStruct:
