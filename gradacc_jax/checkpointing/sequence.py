@@ -310,7 +310,7 @@ def _sqrt_of_list(layers: list[Layer], x: PyTree) -> int:
 
 
 def _sqrt_of_stacked(body: Layer, x: PyTree, stacked: PyTree, num: int) -> int:
-    first = jax.eval_shape(lambda s: jax.tree.map(lambda a: a[0], s), stacked)
+    first = jax.tree.map(lambda a: a[0], stacked)  # used for its shapes alone
     converted, consts = jax.closure_convert(body, x, first)
     kept = kept_bytes(converted, x, first, *consts, counted=(0,))
     # A segment's parameters are taken out of the stack, and its gradients put there.

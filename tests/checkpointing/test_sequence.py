@@ -50,7 +50,7 @@ def listed(stacked, x=X, **options):
 def close(a, b, eps=64):
     """Equal but for the order of sums: a gradient has passed some dozen products."""
     # Some gradients cancel to nothing but rounding, of numbers of order 1.
-    scale = float(np.max(np.abs(b), initial=0.02))
+    scale = float(np.max(np.abs(b), initial=0.1))
     np.testing.assert_allclose(a, b, rtol=0, atol=eps * 2**-23 * scale)
 
 
