@@ -153,15 +153,13 @@ def size_of(axes: Axes) -> int:
 
 
 def empty_sums(zeros: PyTree, params: PyTree, axes: Axes) -> PyTree:
-    """``zeros`` as sums of gradients of ``params`` that stay on their device."""
+    """``zeros`` as sums, on an explicit mesh, of unreduced gradients of ``params``."""
 
     def unreduced(x: jax.Array, like: Any) -> jax.Array:
         spec = _spec(like, axes, unreduced=set(axes))
         return jnp.zeros(x.shape, x.dtype, out_sharding=spec)
 
-    if is_explicit(axes):
-        return jax.tree.map(unreduced, zeros, params)
-    return vary(vary_like(zeros, params), axes)
+    return jax.tree.map(unreduced, zeros, params)
 
 
 def factor(x: jax.Array, of: Any) -> jax.Array:

@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.extend import core
 
+from gradacc_jax.checkpointing.flops import work_of_operation
 from gradacc_jax.planning.chips import LAUNCH_SECONDS, Chip
 
 # Of the operations that are no products: those that read or write memory of their own.
@@ -100,13 +101,13 @@ class _Walk:
             note = f"{name} is not counted: no one knows what it does"
             return Cost(notes=frozenset([note]))
         if name == "dot_general":
-            return self.work(equation, _dot_flops(equation))
+            return self.work(equation, work_of_operation(equation).matrix)
         if name == "ragged_dot_general" or name == "ragged_dot":
             left, out = equation.invars[0].aval, equation.outvars[0].aval
             return self.work(equation, 2.0 * out.size * left.shape[-1])
         if name == "conv_general_dilated":
             return dataclasses.replace(
-                self.work(equation, _convolution_flops(equation)), convolutions=1
+                self.work(equation, work_of_operation(equation).matrix), convolutions=1
             )
         if name in _MOVES or name in _ADDS:
             return self.work(equation, 0.0, twice=name in _ADDS)
@@ -135,20 +136,6 @@ def _bytes(values: Sequence[Any]) -> float:
     return sum(
         v.aval.size * v.aval.dtype.itemsize for v in values if hasattr(v.aval, "size")
     )
-
-
-def _dot_flops(equation: Any) -> float:
-    (contracted, _), _ = equation.params["dimension_numbers"]
-    left, out = equation.invars[0].aval, equation.outvars[0].aval
-    return 2.0 * out.size * math.prod(left.shape[i] for i in contracted)
-
-
-def _convolution_flops(equation: Any) -> float:
-    """Each output is a sum over the kernel's places and the input's features."""
-    kernel, out = equation.invars[1].aval, equation.outvars[0].aval
-    of_output = equation.params["dimension_numbers"].rhs_spec[0]
-    places = math.prod(n for i, n in enumerate(kernel.shape) if i != of_output)
-    return 2.0 * out.size * places / equation.params["batch_group_count"]
 
 
 def traffic(num_bytes: float, chip: Chip) -> Cost:
