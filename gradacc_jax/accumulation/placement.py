@@ -165,7 +165,7 @@ def init_on_mesh(
       axis_name: as for :func:`state_specs`.
 
     Returns:
-      The state: the sums of each device on that device, everything else on all.
+      The state, with the sums of each device on that device and the rest on all.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

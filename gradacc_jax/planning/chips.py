@@ -284,7 +284,7 @@ class ChipTable(Mapping[str, Chip]):
     __repr__ = __str__
 
 
-def chips() -> ChipTable:
+def chips() -> Mapping[str, Chip]:
     """The chips that can be planned for, whether this machine has them or not.
 
     Returns:
