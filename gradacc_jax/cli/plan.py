@@ -121,6 +121,9 @@ def plan(
             "--plot needs matplotlib; install what the command needs: "
             "pip install 'gradacc_jax[cli]'"
         )
+    if options.get("chip") is not None:
+        # JAX would report at length that a compiler alone cannot run on a GPU.
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     if target.startswith("gpt:"):
         found = plan_here(target, options)
     elif ":" in target:

@@ -7,7 +7,9 @@ name of its topology. Both need a compiler from PyPI, and neither a driver.
 from collections.abc import Iterator, Mapping
 import contextlib
 import functools
+import importlib
 import os
+import pkgutil
 from typing import Any
 
 from gradacc_jax.planning.chips import Chip, missing_compiler
@@ -43,14 +45,20 @@ def devices(chip: Chip, count: int = 1) -> tuple[Any, ...]:
         )
     if chip.platform == "gpu":
         with _environment({"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}):
-            return tuple(
-                topologies.get_topology_desc(
-                    "any",
-                    "cuda",
-                    target_config=target_text(chip),
-                    topology=f"1x1x{count}",
-                ).devices
+            of_gpus = functools.partial(
+                topologies.get_topology_desc,
+                "any",
+                "cuda",
+                target_config=target_text(chip),
+                topology=f"1x1x{count}",
             )
+            try:
+                return tuple(of_gpus().devices)
+            except NotImplementedError:
+                # JAX looked for devices before, and turned the compiler away because
+                # there is no cuDNN: planning runs nothing that would need it.
+                _cuda_plugin().initialize()
+                return tuple(of_gpus().devices)
     slices = chip.target["slices"]
     if count not in slices:
         raise ValueError(
@@ -71,6 +79,14 @@ def devices(chip: Chip, count: int = 1) -> tuple[Any, ...]:
                 f"{chip.name}:{slices[count]}", "tpu", **chip.target["options"]
             ).devices
         )
+
+
+def _cuda_plugin() -> Any:
+    import jax_plugins
+
+    names = [module.name for module in pkgutil.iter_modules(jax_plugins.__path__)]
+    newest = max(name for name in names if name.startswith("xla_cuda"))
+    return importlib.import_module(f"jax_plugins.{newest}")
 
 
 @contextlib.contextmanager

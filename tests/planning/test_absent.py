@@ -1,6 +1,7 @@
 """Plans for chips that are not here, by their own compilers."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -118,6 +119,23 @@ def test_the_default_backend_is_left_as_it_was():
     estimate_memory(lambda x: x * 2, 1.0, chip="rtx-4090")
     assert jax.default_backend() == "cpu"
     assert jnp.ones(3).sum() == 3
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "v5e"])
+def test_a_chip_is_planned_for_after_jax_has_looked_for_devices_by_itself(name):
+    # Where no platform is named, JAX tries its plugins first, and turns NVIDIA's away
+    # for the libraries that only a GPU needs.
+    absent.absent(name)
+    code = (
+        "import jax.numpy as jnp; from gradacc_jax import estimate_memory\n"
+        "x = jnp.ones((256, 256)) + 1\n"
+        f"print(estimate_memory(lambda x: x @ x, x, chip={name!r}).arguments)"
+    )
+    free = {n: v for n, v in os.environ.items() if n != "JAX_PLATFORMS"}
+    told = subprocess.run(
+        [sys.executable, "-c", code], env=free, check=True, capture_output=True
+    )
+    assert told.stdout.split() == [b"262144"]
 
 
 @pytest.mark.slow
