@@ -65,9 +65,12 @@ class FittedStep:
             lowered: jax.stages.Lowered = self._step_of(loss_fn).lower(*args, emit=emit)
             return lowered
 
+        def step_of(loss_fn: LossFn) -> Any:
+            return functools.partial(self._step_of(loss_fn), emit=emit)
+
         fitted, report = remat_to_fit(
             self._loss_fn,
-            *self._arguments_of_the_loss(args, emit),
+            *arguments_of_the_loss(step_of, self._loss_fn, args),
             max_temp_bytes=self._budget,
             has_aux=self._has_aux,
             within=within,
@@ -75,19 +78,26 @@ class FittedStep:
         self.reports.append(report)
         return self._step_of(fitted)
 
-    def _arguments_of_the_loss(
-        self, args: tuple[PyTree, ...], emit: bool | None
-    ) -> tuple[PyTree, ...]:
-        """The shapes that the loss is called with: a micro-batch's."""
-        seen: list[tuple[PyTree, ...]] = []
 
-        @functools.wraps(self._loss_fn)
-        def recording(*given: PyTree) -> Any:
-            seen.append(jax.tree.map(_shape, given))
-            return self._loss_fn(*given)
+def arguments_of_the_loss(
+    step_of: Callable[[LossFn], Any], loss_fn: LossFn, args: tuple[PyTree, ...]
+) -> tuple[PyTree, ...]:
+    """The shapes that a step calls its loss with: a micro-batch's.
 
-        jax.eval_shape(functools.partial(self._step_of(recording), emit=emit), *args)
-        return seen[0]
+    Args:
+      step_of: makes the step of a loss.
+      loss_fn: the loss.
+      args: those of the step, or their shapes.
+    """
+    seen: list[tuple[PyTree, ...]] = []
+
+    @functools.wraps(loss_fn)
+    def recording(*given: PyTree) -> Any:
+        seen.append(jax.tree.map(_shape, given))
+        return loss_fn(*given)
+
+    jax.eval_shape(step_of(recording), *args)
+    return seen[0]
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:

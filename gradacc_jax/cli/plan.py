@@ -63,7 +63,8 @@ def add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument(
         "--policies",
         default="none,dots,full",
-        help="those to choose from (default: %(default)s)",
+        help="those to choose from; fit finds by itself what to compute again "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--margin",

@@ -82,9 +82,8 @@ def devices(chip: Chip, count: int = 1) -> tuple[Any, ...]:
 
 
 def _cuda_plugin() -> Any:
-    import jax_plugins
-
-    names = [module.name for module in pkgutil.iter_modules(jax_plugins.__path__)]
+    plugins = importlib.import_module("jax_plugins")
+    names = [module.name for module in pkgutil.iter_modules(plugins.__path__)]
     newest = max(name for name in names if name.startswith("xla_cuda"))
     return importlib.import_module(f"jax_plugins.{newest}")
 

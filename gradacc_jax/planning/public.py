@@ -10,8 +10,16 @@ import optax
 from gradacc_jax.planning import chips
 from gradacc_jax.planning.chips import Chip
 from gradacc_jax.planning.compile import Target
+from gradacc_jax.planning.fitted import is_fit
 from gradacc_jax.planning.report import ACROSS_CALLS, ONE_CALL, Plan
-from gradacc_jax.planning.search import Made, Search, Split, Variant, divisors
+from gradacc_jax.planning.search import (
+    Fitting,
+    Made,
+    Search,
+    Split,
+    Variant,
+    divisors,
+)
 from gradacc_jax.planning.sizes import bytes_text
 from gradacc_jax.planning.steps import Training
 
@@ -61,7 +69,7 @@ def plan(
     Args:
       loss_fn: ``loss_fn(params, batch)`` or ``loss_fn(params, batch, key)``, as for
         :func:`gradacc_jax.train_step`. If it has a keyword ``policy`` it applies it to
-        the blocks of its model; otherwise only "none" is planned.
+        the blocks of its model; in any other "fit" stands for all policies but "none".
       params: the parameters, or their shapes (``jax.eval_shape`` of what makes them).
       optimizer: the plain optimizer, not wrapped in :func:`gradacc_jax.accumulate`.
       batch: examples, or their shapes; of how many does not matter. Where it is sharded
@@ -75,7 +83,9 @@ def plan(
       memory: the budget of one device, in bytes or as "24GiB"; by default what JAX
         leaves usable of the chip.
       policies: what may be tried, as strings or values of
-        :mod:`gradacc_jax.policies`.
+        :mod:`gradacc_jax.policies`, and "fit": what is computed again is then chosen by
+        :func:`gradacc_jax.remat_to_fit` so that the step fits, on one device and in one
+        call.
       batch_axis: the examples' axis: an integer, or a pytree prefix of the batch; None
         marks what is not batched.
       key: a PRNG key or its shape, if the loss takes one.
@@ -146,6 +156,7 @@ def plan(
         total,
         splits,
         devices,
+        fitting=training.fitting(policies),
         chip=chip,
         memory=memory,
         margin=margin,
@@ -324,6 +335,7 @@ def _plan(
     chip: str | Chip | None,
     memory: int | str | None,
     margin: float,
+    fitting: Fitting | None = None,
     ragged: int = 0,
     sums: int | None = None,
     time_budget: float | None = None,
@@ -340,9 +352,11 @@ def _plan(
         progress=progress,
         time_budget=time_budget,
     )
-    best, candidates = search.run(variants)
+    best, candidates = search.run(variants, fitting)
     assert best.memory is not None
     reference = next((v for v in variants if str(v.policy) == "none"), None)
+    if reference is None and fitting is not None:
+        reference = fitting.plain
     recomputed = 0.0
     if reference is not None:
         plain = search.way(
@@ -401,6 +415,13 @@ def _notes(best: Any, candidates: Any, target: Target, budget: int) -> list[str]
         notes.append(
             f"temporaries include {bytes_text(best.memory.workspace)} for workspace "
             "that only a GPU that is there could tell: an allowance"
+        )
+    if is_fit(best.variant.policy):
+        notes.append(
+            "policy fit: what is computed again was chosen by remat_to_fit; "
+            "train_step(loss_fn, optimizer, "
+            f"num_microbatches={best.split.k}, max_temp_bytes="
+            f"{best.memory.temporaries}) makes such a step too"
         )
     notes += [*best.memory.notes]
     return notes

@@ -10,7 +10,9 @@ jaxpr, which costs no compilation; how much memory it needs is compiled. So
    are left out: they would only need memory;
 3. memory grows with the micro-batch, nearly in proportion: of those that are left, the
    largest that fits is found by a secant, kept in brackets as in bisection. The whole
-   batch in one pass stands aside, since without accumulation there are no sums to keep.
+   batch in one pass stands aside, since without accumulation there are no sums to keep;
+4. where larger micro-batches would be faster if they fitted, the policy that is made
+   for a limit tries the smallest of them.
 
 Everything is counted and cached, nothing depends on the clock unless a time budget is
 given, and so the same question has the same answer.
@@ -25,21 +27,26 @@ from typing import Any, NamedTuple
 
 import jax
 
+from gradacc_jax.checkpointing.budget import TooSmallError
 from gradacc_jax.planning import chips
 from gradacc_jax.planning.compile import (
     QUICK,
+    Built,
     MemoryEstimate,
     Target,
     Traced,
     as_shape,
 )
 from gradacc_jax.planning.costs import Cost, traffic
+from gradacc_jax.planning.fitted import FIT, Unfitted
 from gradacc_jax.planning.report import ACROSS_CALLS, ONE_CALL, Candidate
 from gradacc_jax.planning.sizes import bytes_text
 
 # A micro-batch that takes at most so much longer is as good.
 PLATEAU = 1.02
 RAGGED_TRIES = 3
+# Micro-batches that are planned by ``remat_to_fit``, each with several compilations.
+FIT_TRIES = 3
 
 
 class Made(NamedTuple):
@@ -74,6 +81,20 @@ class Variant:
     emits: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Fitting:
+    """The policy that is made for a limit.
+
+    Attributes:
+      plain: the step as it is, than which none with recomputation is faster.
+      make: from a micro-batch size and a number of micro-batches to the step whose loss
+        is to be planned.
+    """
+
+    plain: Variant
+    make: Callable[[int, int], Unfitted]
+
+
 class Split(NamedTuple):
     """A micro-batch size on one device, and how many make a step."""
 
@@ -93,6 +114,7 @@ class _Way:
     memory: MemoryEstimate | None = None
     program: Any = None
     options: tuple[tuple[str, Any], ...] = ()
+    quick: bool = False
 
 
 class OutOfTimeError(TimeoutError):
@@ -140,27 +162,35 @@ class Search:
         self.skipped: dict[tuple[Any, str], str] = {}
         self.notes: list[str] = []
 
-    def run(self, variants: Sequence[Variant]) -> tuple[_Way, tuple[Candidate, ...]]:
+    def run(
+        self, variants: Sequence[Variant], fitting: Fitting | None = None
+    ) -> tuple[_Way, tuple[Candidate, ...]]:
         """The best way, and all candidates.
+
+        Args:
+          variants: those to choose from; may be empty if there is ``fitting``.
+          fitting: the policy that is made for the limit, if it may be tried.
 
         Raises:
           ValueError: nothing fits; the error names the smallest need.
           OutOfTimeError: the time is over before anything fitted.
         """
         inside = [v for v in variants if v.form == ONE_CALL] or list(variants)
-        across = [v for v in variants if v.form != inside[0].form]
+        across = [v for v in variants if v not in inside]
         best: _Way | None = None
         try:
-            best = self._best_of(inside)
-            best = self._ragged(best)
-            best = self._across(best, across)
+            if inside:
+                best = self._best_of(inside)
+                best = self._ragged(best)
+                best = self._across(best, across)
+            if fitting is not None:
+                best = self._to_fit(best, fitting)
             best = self._proved(best)
         except OutOfTimeError:
             self.notes.append("the time budget was spent: the search is not complete")
-            fitting = [w for w in self.ways.values() if self._fits(w)]
-            if not fitting:
+            best = self._fastest()
+            if best is None:
                 raise
-            best = min(fitting, key=lambda w: w.cost.seconds)
         if best is None:
             raise ValueError(self._nothing_fits())
         return best, self._candidates(best)
@@ -171,42 +201,53 @@ class Search:
         """A way, traced and priced."""
         key = (variant.policy, variant.form, split)
         if key not in self.ways:
-            made = variant.make(*split)
-            target, args = self.target, (made.fun, made.args, made.donate_argnums)
-            traced = target.trace(*args)
-            cost = traced.cost  # as if its window closed
-            calls = split.k if variant.form == ACROSS_CALLS else 1
-            if calls > 1:
-                silent = cost
-                if variant.emits:
-                    silent = target.trace(*args, emit=False).cost
-                cost += silent.times(calls - 1)
-            arrays = jax.tree.leaves((made.args, traced.stage.out_info))
-            moved = sum(x.size * x.dtype.itemsize for x in map(as_shape, arrays))
-            cost += traffic(moved / traced.num_devices, target.chip)
-            cost += Cost(seconds=calls * chips.CALL_SECONDS)
-            self.ways[key] = _Way(variant, split, made, traced, cost)
+            self.ways[key] = self._priced(variant, split, variant.make(*split))
         return self.ways[key]
+
+    def _priced(self, variant: Variant, split: Split, made: Made) -> _Way:
+        target, args = self.target, (made.fun, made.args, made.donate_argnums)
+        traced = target.trace(*args)
+        cost = traced.cost  # as if its window closed
+        calls = split.k if variant.form == ACROSS_CALLS else 1
+        if calls > 1:
+            silent = cost
+            if variant.emits:
+                silent = target.trace(*args, emit=False).cost
+            cost += silent.times(calls - 1)
+        arrays = jax.tree.leaves((made.args, traced.stage.out_info))
+        moved = sum(x.size * x.dtype.itemsize for x in map(as_shape, arrays))
+        cost += traffic(moved / traced.num_devices, target.chip)
+        cost += Cost(seconds=calls * chips.CALL_SECONDS)
+        return _Way(variant, split, made, traced, cost)
 
     def compiled(self, variant: Variant, split: Split, *, quick: bool = True) -> _Way:
         """A way, compiled too."""
         way = self.way(variant, split)
         if way.memory is not None and quick:
             return way
+        self._may_compile()
+        built = self.target.compile(way.traced, quick=quick)
+        way.memory, way.program, way.quick = built.memory, built.program, quick
+        way.options = tuple(sorted(built.options.items()))
+        self._count(way)
+        return way
+
+    def _may_compile(self) -> None:
         if self.deadline is not None and time.monotonic() > self.deadline:
             raise OutOfTimeError(
                 f"nothing that fits was found in {self.compiles} compilations; give "
                 "more time"
             )
+
+    def _count(self, way: _Way) -> None:
         self.compiles += 1
-        what = f"micro-batch {split.size} x {split.k}, policy {variant.policy}, "
-        built = self.target.compile(way.traced, quick=quick)
-        way.memory, way.program = built.memory, built.program
-        way.options = tuple(sorted(built.options.items()))
-        need = bytes_text(built.memory.peak)
-        fits = "fits" if self._fits(way) else "does not fit"
-        self.progress(f"{what}{variant.form}: {need}, {fits}")
-        return way
+        assert way.memory is not None
+        (size, k), variant = way.split, way.variant
+        self.progress(
+            f"micro-batch {size} x {k}, policy {variant.policy}, {variant.form}: "
+            f"{bytes_text(way.memory.peak)}, "
+            f"{'fits' if self._fits(way) else 'does not fit'}"
+        )
 
     def _fits(self, way: _Way) -> bool:
         memory = way.memory
@@ -247,7 +288,7 @@ class Search:
     def _beats(self, way: _Way, best: _Way | None) -> bool:
         return best is None or way.cost.seconds * PLATEAU < best.cost.seconds
 
-    def _is_faster(self, variant: Variant, best: _Way, split: Split) -> bool:
+    def _is_faster(self, variant: Variant, best: _Way | None, split: Split) -> bool:
         return self._beats(self.way(variant, split), best)
 
     def _skip(self, variant: Variant, why: str) -> None:
@@ -400,21 +441,71 @@ class Search:
                 best = way
         return best
 
+    def _to_fit(self, best: _Way | None, fitting: Fitting) -> _Way | None:
+        """Micro-batches that fit only by recomputation which is chosen for them."""
+        plain = fitting.plain
+        larger = [
+            split
+            for split in self.splits
+            if self._is_faster(plain, best, split)
+            and not self._fits(self.way(plain, split))
+        ]
+        if not larger:
+            bound = self.way(plain, self.splits[-1])
+            variant = dataclasses.replace(plain, policy=FIT)
+            way = dataclasses.replace(bound, variant=variant, memory=None)
+            self.ways[FIT, plain.form, way.split] = way
+            self._skip(variant, "no faster at its best")
+        for split in larger[:FIT_TRIES]:
+            way = self._fitted(fitting, split)
+            if not self._fits(way) or not self._beats(way, best):
+                break
+            best = way
+        return best
+
+    def _fitted(self, fitting: Fitting, split: Split) -> _Way:
+        """A way whose recomputation is chosen so that it fits, or the nearest to it."""
+        unfitted = fitting.make(*split)
+        plain = fitting.plain.make(*split)
+        variant = dataclasses.replace(fitting.plain, policy=FIT)
+        found: list[_Way] = []
+
+        def compiled(traced: Traced, built: Built) -> None:
+            way = _Way(variant, split, plain, traced, traced.cost, built.memory)
+            self._count(way)
+            found.append(way)
+            self._may_compile()
+
+        try:
+            fun = unfitted.fit(self.target, self.limit, compiled)
+        except TooSmallError:
+            way = min(found, key=lambda w: w.memory.peak if w.memory else 0)
+            self.ways[FIT, variant.form, split] = way
+            return way
+        made = plain._replace(fun=fun)
+        self.ways[FIT, variant.form, split] = self._priced(variant, split, made)
+        return self.compiled(variant, split, quick=False)
+
     def _proved(self, best: _Way | None) -> _Way | None:
         """The best, compiled as it will be; the next best where that does not fit."""
         platform = self.target.chip.platform
         if self.target.is_here or platform not in QUICK:
             return best
         while best is not None:
-            self.compiled(best.variant, best.split, quick=False)
+            if best.quick:
+                self.compiled(best.variant, best.split, quick=False)
             if self._fits(best):
                 return best
-            best = min(
-                filter(self._fits, self.ways.values()),
-                key=lambda w: w.cost.seconds,
-                default=None,
-            )
+            best = self._fastest()
         return None
+
+    def _fastest(self) -> _Way | None:
+        """Of all that fit."""
+        return min(
+            filter(self._fits, self.ways.values()),
+            key=lambda w: w.cost.seconds,
+            default=None,
+        )
 
     # --- what is told -----------------------------------------------------------------
 

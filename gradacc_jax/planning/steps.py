@@ -19,8 +19,9 @@ from gradacc_jax import splitting
 from gradacc_jax.accumulation import AccumulateTransformation, accumulate
 from gradacc_jax.checkpointing import policies as known
 from gradacc_jax.planning.compile import as_shape
+from gradacc_jax.planning.fitted import FIT, Unfitted, is_fit
 from gradacc_jax.planning.report import ACROSS_CALLS, ONE_CALL
-from gradacc_jax.planning.search import Made, Variant
+from gradacc_jax.planning.search import Fitting, Made, Variant
 from gradacc_jax.stepping import (
     StepOptions,
     micro_step,
@@ -35,24 +36,13 @@ PyTree = Any
 def applicable(loss_fn: Callable[..., Any], policies: Sequence[Any]) -> tuple[Any, ...]:
     """Those of the policies that can be applied to this loss, as they were given.
 
-    A loss that takes a keyword ``policy`` applies it to its own blocks. Any other is
-    planned as it is.
+    A loss that takes a keyword ``policy`` applies it to its own blocks. In any other
+    ``remat_to_fit`` finds what to compute again, instead of all policies but "none".
     """
     if takes_policy(loss_fn):
         return tuple(policies)
-    kept = tuple(p for p in policies if known.resolve(p) == known.none)
-    if not kept:
-        raise ValueError(
-            f"policies={tuple(policies)!r}, and the loss function has no keyword "
-            "`policy` to apply one by; let it take one and apply it to the blocks of "
-            'its model, or add "none"'
-        )
-    return kept
-
-
-def applied(loss_fn: Callable[..., Any], policy: Any) -> Callable[..., Any]:
-    """The loss with a policy applied: the one place where that is done."""
-    return with_policy(loss_fn, policy)
+    kept = [p for p in policies if not is_fit(p) and known.resolve(p) == known.none]
+    return tuple(kept) if len(kept) == len(policies) else (*kept, FIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +114,8 @@ class Training:
         )
 
     def variants(self, policies: Sequence[Any]) -> list[Variant]:
-        """Each policy in both forms."""
-        usable = applicable(self.loss_fn, policies)
+        """Each policy in both forms, but for the one that is made for a limit."""
+        usable = [p for p in applicable(self.loss_fn, policies) if not is_fit(p)]
         return [
             Variant(policy, form, functools.partial(make, policy), emits=emits)
             for form, make, emits in (
@@ -134,6 +124,20 @@ class Training:
             )
             for policy in usable
         ]
+
+    def fitting(self, policies: Sequence[Any]) -> Fitting | None:
+        """The policy that is made for a limit, if it may be tried."""
+        if self.num_devices > 1 or not any(
+            map(is_fit, applicable(self.loss_fn, policies))
+        ):
+            return None
+        plain = functools.partial(self.in_one_call, "none")
+        return Fitting(Variant("none", ONE_CALL, plain), self.to_be_fitted)
+
+    def to_be_fitted(self, size: int, count: int) -> Unfitted:
+        """The step in one call, with a loss that can be planned."""
+        total = min(size * count, self.global_examples)
+        return self._unfitted("none", self.optimizer, total, count)
 
     def in_one_call(self, policy: Any, size: int, count: int) -> Made:
         """A step on the global batch, which is split inside the program."""
@@ -159,8 +163,14 @@ class Training:
     def _made(
         self, policy: Any, tx: optax.GradientTransformation, total: int, count: int
     ) -> Made:
+        step = self._unfitted(policy, tx, total, count)
+        return Made(step.step_of(step.loss_fn), step.args, step.donate_argnums)
+
+    def _unfitted(
+        self, policy: Any, tx: optax.GradientTransformation, total: int, count: int
+    ) -> Unfitted:
         trained, frozen = self._split(self.params)
-        loss_fn = applied(self.loss_fn, policy)
+        loss_fn = with_policy(self.loss_fn, policy)
         if self.carried is None:
             of_user = stateless(loss_fn, self.has_aux)
         else:
@@ -179,18 +189,22 @@ class Training:
             loss_reduction=self.loss_reduction,
         )
 
-        def step(
-            params: PyTree,
-            state: PyTree,
-            carried: PyTree,
-            batch: PyTree,
-            key: Any = None,
-            *,
-            emit: bool | None = None,
-        ) -> Any:
-            return micro_step(
-                loss, tx, params, state, carried, batch, key, options=options, emit=emit
-            )
+        donated = (0, 1, 2)
+
+        def step_of(loss: Callable[..., Any]) -> Any:
+            def step(
+                params: PyTree,
+                state: PyTree,
+                carried: PyTree,
+                batch: PyTree,
+                key: Any = None,
+                *,
+                emit: bool | None = None,
+            ) -> Any:
+                given = params, state, carried, batch, key
+                return micro_step(loss, tx, *given, options=options, emit=emit)
+
+            return jax.jit(step, static_argnames=("emit",), donate_argnums=donated)
 
         def resized(x: Any, axis: int) -> Any:
             if axis < 0:
@@ -204,9 +218,7 @@ class Training:
         carried = () if self.carried is None else self.carried
         key = () if self.key is None else (self.key,)
         args = (trained, _state(tx, trained), carried, (frozen, batch), *key)
-        donated = (0, 1, 2)
-        fun = jax.jit(step, static_argnames=("emit",), donate_argnums=donated)
-        return Made(fun, args, donated)
+        return Unfitted(step_of, loss, args, donated)
 
     def _split(self, params: PyTree) -> tuple[PyTree, PyTree]:
         """The parameters that are trained, and the others; None where the other is."""

@@ -34,7 +34,7 @@ def plain(w, batch):
 
 
 def planned(memory, **options):
-    options = {"global_batch_size": BATCH, **options}
+    options = {"global_batch_size": BATCH, "policies": ("none",), **options}
     return plan(plain, MATRIX, optax.sgd(0.1), EXAMPLES, memory=memory, **options)
 
 
@@ -259,13 +259,6 @@ def test_carried_state_keys_weights_and_aux_are_in_the_step():
     assert metrics.weight == 12
     assert new.shape == (8, 4)
     assert float(carried["mean"][0]) != 0
-
-
-def test_a_loss_without_a_policy_is_planned_as_it_is():
-    it = planned(500_000)
-    assert {c.policy for c in it.candidates} == {"none"}
-    with pytest.raises(ValueError, match="has no keyword `policy`"):
-        planned(500_000, policies=("full",))
 
 
 def test_a_policy_may_be_a_value_and_there_must_be_one():

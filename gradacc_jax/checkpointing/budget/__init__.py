@@ -19,11 +19,24 @@
 ``fitting`` does all this, and ``report`` tells of it.
 """
 
-from gradacc_jax.checkpointing.budget.fitting import remat_to_fit
+from gradacc_jax.checkpointing.budget.fitting import (
+    Fitted,
+    Request,
+    TooSmallError,
+    remat_to_fit,
+)
 from gradacc_jax.checkpointing.budget.report import (
     RematPoint,
     RematReport,
     RematSegment,
 )
 
-__all__ = ["RematPoint", "RematReport", "RematSegment", "remat_to_fit"]
+__all__ = [
+    "Fitted",
+    "RematPoint",
+    "RematReport",
+    "RematSegment",
+    "Request",
+    "TooSmallError",
+    "remat_to_fit",
+]

@@ -127,12 +127,14 @@ def remat_to_fit(
             )
     if isinstance(max_compiles, bool) or max_compiles < 1:
         raise ValueError(f"max_compiles={max_compiles}; choose at least 1")
+    places = tuple(number % len(example_args) for number in numbers)
     request = Request(
         fun=fun,
-        argnums=tuple(number % len(example_args) for number in numbers),
-        single=isinstance(argnums, int),
+        argnums=places,
         has_aux=has_aux,
-        within=within,
+        bytes_of=Temporaries(
+            places[0] if isinstance(argnums, int) else places, has_aux, within
+        ),
         budget=parse_size("max_temp_bytes", max_temp_bytes),
         max_compiles=max_compiles,
         progress=_on_the_terminal if progress is None else progress,
@@ -141,15 +143,29 @@ def remat_to_fit(
     return fitted, fitted.fit(example_args)
 
 
+class TooSmallError(ValueError):
+    """No program that was compiled fits into the budget."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What was asked for; see :func:`remat_to_fit`."""
+    """What was asked for; see :func:`remat_to_fit`.
+
+    Attributes:
+      fun: the function.
+      argnums: the places of the arguments that it is differentiated in.
+      has_aux: whether it returns ``(value, aux)``.
+      bytes_of: compiles a program with a function like ``fun`` in it, for arguments of
+        these shapes, and returns the bytes that count; infinite if it does not compile.
+      budget: how many there may be.
+      max_compiles: how many programs to compile at most.
+      progress: told after each of them what it needs.
+    """
 
     fun: Callable[..., PyTree]
     argnums: tuple[int, ...]
-    single: bool
     has_aux: bool
-    within: Within | None
+    bytes_of: Callable[[Callable[..., PyTree], Sequence[PyTree]], float]
     budget: int
     max_compiles: int
     progress: Callable[[str], None]
@@ -159,10 +175,34 @@ class Request:
         """The function's."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
-    def lowered(
+
+@dataclasses.dataclass(frozen=True)
+class Temporaries:
+    """The temporaries of a compiled program.
+
+    Attributes:
+      argnums: what its function is differentiated with respect to.
+      has_aux: whether the function returns ``(value, aux)``.
+      within: makes the program of a function and shapes, if it is not value and
+        gradient.
+    """
+
+    argnums: int | tuple[int, ...]
+    has_aux: bool
+    within: Within | None
+
+    def __call__(self, fun: Callable[..., PyTree], args: Sequence[PyTree]) -> float:
+        try:
+            stats: Any = self._lowered(fun, args).compile().memory_analysis()
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                return math.inf
+            raise
+        return float(stats.temp_size_in_bytes)
+
+    def _lowered(
         self, fun: Callable[..., PyTree], args: Sequence[PyTree]
     ) -> jax.stages.Lowered:
-        """The program whose bytes count, with ``fun`` in it."""
         if self.within is not None:
             lowered = self.within(fun, *args)
             if not hasattr(lowered, "compile"):
@@ -174,18 +214,11 @@ class Request:
         given = Split(args, is_traced)
 
         def step(leaves: list[Any]) -> Any:
-            return self.derivative(fun)(*given.joined(leaves))
+            return jax.value_and_grad(
+                fun, self.argnums, has_aux=self.has_aux, allow_int=True
+            )(*given.joined(leaves))
 
         return jax.jit(step).lower(given.arrays)
-
-    def derivative(self, fun: Callable[..., PyTree]) -> Callable[..., Any]:
-        """Value and gradient of ``fun``."""
-        return jax.value_and_grad(
-            fun,
-            self.argnums[0] if self.single else self.argnums,
-            has_aux=self.has_aux,
-            allow_int=True,
-        )
 
 
 class Fitted:
@@ -242,13 +275,13 @@ class Fitted:
                     others[key] = now.plans(planner, request)
                 return now.run(_no_larger(others[key], plan), engine)
 
-            return _temporaries(request.lowered(trial, shapes))
+            return request.bytes_of(trial, shapes)
 
         best, compiles = search.fit(
             measure, request.budget, request.max_compiles, request.progress
         )
         if best is None:
-            raise ValueError(self._too_small(search, len(search.trials)))
+            raise TooSmallError(self._too_small(search, len(search.trials)))
         if best.plan.cost:
             settle()  # which nothing did if the plan was known
         if engine_name == "none holds" and best.plan.cost:
@@ -334,8 +367,8 @@ def _search_of(
 ) -> tuple[Search, Planner]:
     """The search for a function on arguments, if there was one, or a new one."""
     leaves, tree = jax.tree.flatten(tuple(shapes))
-    asked = request.fun, request.argnums, request.single, request.has_aux
-    key: Any = (*asked, request.within, tree, tuple(leaves), device)
+    asked = request.fun, request.argnums, request.has_aux, request.bytes_of
+    key: Any = (*asked, tree, tuple(leaves), device)
     try:
         signature, search, planner = _searches.pop(key, (None, None, None))
     except TypeError:  # what is static need not be hashable
@@ -435,17 +468,6 @@ def is_traced(x: Any) -> bool:
 def _no_larger(plans: Sequence[Plan], than: Plan) -> Plan:
     """The cheapest plan that needs no more bytes than another one."""
     return next((p for p in reversed(plans) if p.peak <= than.peak), plans[0])
-
-
-def _temporaries(lowered: jax.stages.Lowered) -> float:
-    """The temporaries of a program; infinite if it is too large to compile."""
-    try:
-        stats: Any = lowered.compile().memory_analysis()
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            return math.inf
-        raise
-    return float(stats.temp_size_in_bytes)
 
 
 def _device_of(arrays: Sequence[Any]) -> tuple[Any, Any]:
