@@ -28,6 +28,24 @@ SPREAD = (
 SGD = ("--optimizer", "sgd", "--schedule", "constant", "--warmup-steps", "0")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def compile_once(tmp_path_factory):
+    """Runs of one kind are the same programs, in this process and in others."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    options = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in options.items():
+            patch.setenv(name.upper(), str(value))
+            jax.config.update(name, value)
+        yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> str:
     """Short documents, so that micro-batches have unequal weights."""
