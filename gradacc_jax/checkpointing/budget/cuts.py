@@ -11,11 +11,17 @@ by dynamic programming over the places where the live set is smallest. A larger 
 gives fewer segments, so that trying bounds tries numbers of segments: none is best for
 all models. Twelve blocks of a transformer are best kept one by one, layers that keep
 little in segments of several.
+
+Where blocks differ, what a segment holds is better bounded together with what all
+before it keep, which is there when the backward pass comes to it: early segments may
+then be large and late ones small. Fewest bytes before a place are best for all behind
+it, so the same dynamic programming is exact.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 
@@ -26,6 +32,8 @@ _PLACES = 400
 # first ones.
 _NUMBERS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 _BEST, _COARSE = 5, 3
+# Bounds on what is there at once, in multiples of the least for which there are cuts.
+_PEAKS, _HALVINGS = (1.0, 1.2, 1.5, 2.0), 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,17 +74,23 @@ def segmentations(
     candidates = [places.candidates(a, b) for a, b in parts if a < b]
     most = max((places.held(at[0], at[-1]) for at in candidates), default=0.0)
     found: dict[tuple[Segment, ...], float] = {}
-    for number in _NUMBERS:
+
+    def cut_by(bounds: Callable[[list[int]], list[tuple[int, int]]]) -> Any:
         cut = [Segment(i, i + 1, alone=True) for i in alone]
         for at in candidates:
-            # A little more, or blocks of equal size would not fit.
-            bound = 1.05 * most / number
-            cut += [Segment(a, b) for a, b in places.best(at, bound)]
+            cut += [Segment(a, b) for a, b in bounds(at)]
         cut.sort(key=lambda segment: segment.start)
         found[tuple(cut)] = places.least(cut)
+        return tuple(cut)
+
+    for number in _NUMBERS:
+        # A little more, or blocks of equal size would not fit.
+        bound = 1.05 * most / number
+        cut_by(lambda at: places.best(at, bound))  # noqa: B023
     coarse = list(found)[:_COARSE]
+    even = [cut_by(lambda at: places.even(at, part)) for part in _PEAKS]  # noqa: B023
     best = sorted(found, key=lambda cut: found[cut])[:_BEST]
-    return list(dict.fromkeys([*best, *coarse]))
+    return list(dict.fromkeys([*best, *even, *coarse]))
 
 
 def stretches(program: Program, size: int) -> list[tuple[int, int]]:
@@ -106,6 +120,7 @@ class _Places:
         np.add.at(change, self.made.astype(int) + 1, self.nbytes)
         np.add.at(change, self.used.astype(int) + 1, -self.nbytes)
         self.live = np.cumsum(change)[: size + 1]
+        self.crossings: dict[tuple[int, ...], np.ndarray] = {}
         self.until = np.concatenate([[0.0], np.cumsum(np.asarray(held, dtype=float))])
 
     def held(self, start: int, end: int) -> float:
@@ -118,10 +133,13 @@ class _Places:
         inner = [
             i
             for i in range(start + 1, end)
-            if live[i] <= live[i - 1] and live[i] <= live[i + 1]
+            if live[i] <= live[i - 1] and live[i] < live[i + 1]
         ]
         if len(inner) > _PLACES:
-            inner = sorted(sorted(inner, key=lambda i: float(live[i]))[:_PLACES])
+            # The smallest of each neighbourhood: those of the whole may all lie in a
+            # part of the program where everything is small.
+            near = np.array_split(inner, _PLACES)
+            inner = [int(places[np.argmin(live[places])]) for places in near]
         return [start, *inner, end]
 
     def finest(self, at: list[int]) -> float:
@@ -130,35 +148,79 @@ class _Places:
 
     def least(self, cut: Sequence[Segment]) -> float:
         """The bytes of a way to cut, if everything is computed again."""
-        crossing, most = 0.0, 0.0
+        before, most = 0.0, 0.0
         for segment in cut:
             if not segment.alone:
-                most = max(most, self.held(segment.start, segment.end))
-            crossing += float(self._kept(np.array([segment.start]), segment.end)[0])
-        return crossing + most
+                most = max(most, before + self.held(segment.start, segment.end))
+            before += float(self._kept(np.array([segment.start]), segment.end)[0])
+        return max(most, before)
 
     def best(self, at: list[int], bound: float) -> list[tuple[int, int]]:
         """The segments that hold no more than the bound and keep the least."""
-        bound = max(bound, self.finest(at)) * (1 + 1e-9)
-        places = np.array(at)
-        until = self.until[places]
+        found = self._segments(at, max(bound, self.finest(at)), together=False)
+        assert found is not None
+        return found
+
+    def even(self, at: list[int], part: float) -> list[tuple[int, int]]:
+        """The segments that keep the least, where all that is there is bounded.
+
+        Args:
+          at: the places.
+          part: the bound, in multiples of the least that is possible.
+        """
+        low, high = self.finest(at), self.held(at[0], at[-1])
+        high = max(high, low)
+        for _ in range(_HALVINGS if high > low else 0):
+            middle = (low * high) ** 0.5
+            if self._segments(at, middle, together=True) is None:
+                low = middle
+            else:
+                high = middle
+        found = self._segments(at, part * high, together=True)
+        assert found is not None  # one segment keeps nothing before it
+        return found
+
+    def _segments(
+        self, at: list[int], bound: float, *, together: bool
+    ) -> list[tuple[int, int]] | None:
+        """The segments within a bound that keep the least; None if there are none.
+
+        Args:
+          at: the places.
+          bound: on what each of them holds.
+          together: whether what is kept before it counts too.
+        """
+        bound *= 1 + 1e-9
+        crossing = self._crossing(tuple(at))
+        until = self.until[np.array(at)]
         total = max(float(until[-1] - until[0]), 1.0)
-        cost, before = [0.0], [0]
+        cost, before = np.zeros(len(at)), [0]
         for j in range(1, len(at)):
             held = until[j] - until[:j]
             # Of equally good cuts, those that make segments of equal size.
             evenness = 1e-3 * (held / total) ** 2 * total
-            through = np.array(cost) + self._kept(places[:j], at[j]) + evenness
-            through[held > bound] = np.inf
+            through = cost[:j] + crossing[:j, j] + evenness
+            through[(held + cost[:j] if together else held) > bound] = np.inf
             best = int(np.argmin(through))
-            cost.append(float(through[best]))
+            cost[j] = through[best]
             before.append(best)
+        if not np.isfinite(cost[-1]):
+            return None
         cuts, j = [len(at) - 1], len(at) - 1
         while j:
             j = before[j]
             cuts.append(j)
         cuts.reverse()
         return [(at[a], at[b]) for a, b in itertools.pairwise(cuts)]
+
+    def _crossing(self, at: tuple[int, ...]) -> np.ndarray:
+        """For segments from each place to each later one, what is read behind them."""
+        if at not in self.crossings:
+            table = np.zeros((len(at), len(at)))
+            for j in range(1, len(at)):
+                table[:j, j] = self._kept(np.array(at[:j]), at[j])
+            self.crossings[at] = table
+        return self.crossings[at]
 
     def _kept(self, starts: np.ndarray, end: int) -> np.ndarray:
         """For segments from each start on, the bytes made in them and read later."""
