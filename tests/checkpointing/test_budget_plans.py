@@ -11,7 +11,7 @@ import pytest
 
 from gradacc_jax.checkpointing.budget.apply import barred, checkpointed, conditional
 from gradacc_jax.checkpointing.budget.costs import Rates
-from gradacc_jax.checkpointing.budget.fitting import Request, Traced
+from gradacc_jax.checkpointing.budget.fitting import Request, Temporaries, Traced
 from gradacc_jax.checkpointing.budget.needs import _needs_of_piece, needs_of
 from gradacc_jax.checkpointing.budget.plans import Again, InLoop, Planner
 from gradacc_jax.checkpointing.flops import flops_of
@@ -30,9 +30,8 @@ def request_for(fun, has_aux=False):
     return Request(
         fun=fun,
         argnums=(0,),
-        single=True,
         has_aux=has_aux,
-        within=None,
+        bytes_of=Temporaries(0, has_aux, None),
         budget=1,
         max_compiles=1,
         progress=lambda _: None,
@@ -333,3 +332,23 @@ def test_nothing_is_kept_for_what_is_only_reported():
     with_aux = plans_of(fun, w, x, has_aux=True)[-1]
     without = plans_of(lambda w, x: fun(w, x)[0], w, x)[-1]
     assert with_aux.peak == without.peak
+
+
+def test_a_program_is_cut_where_it_is_large_though_most_of_it_is_small():
+    def fun(w, x):
+        for _ in range(16):
+            x = jnp.sin(jnp.tanh(jnp.sin(x @ w)))
+        x = x[:8]
+        for _ in range(400):
+            x = jnp.sin(x * w[:8])
+        return jnp.sum(x)
+
+    w, x = jnp.ones((32, 32)), jnp.ones((4096, 32))
+    traced = Traced(fun, (w, x))
+    least, *_, plain = traced.plans(Planner(RATES), request_for(fun))
+    # Three arrays of each large layer are read again; their inputs and one layer's are
+    # 19 of 48.
+    assert plain.peak > 47 * x.nbytes
+    assert least.peak < 19.5 * x.nbytes
+    # And a segment may hold the more the less is kept before it: 10 of 48.
+    assert least.peak < 12 * x.nbytes

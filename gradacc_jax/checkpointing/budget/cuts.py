@@ -133,7 +133,7 @@ class _Places:
         inner = [
             i
             for i in range(start + 1, end)
-            if live[i] <= live[i - 1] and live[i] < live[i + 1]
+            if live[i] <= live[i - 1] and live[i] <= live[i + 1]
         ]
         if len(inner) > _PLACES:
             # The smallest of each neighbourhood: those of the whole may all lie in a
