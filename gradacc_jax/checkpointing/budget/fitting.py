@@ -376,7 +376,9 @@ def _search_of(
     if search is None or planner is None or signature != traced.program.signature:
         planner = Planner(rates_of(device))
         fixed: dict[str, Plan] = {}
-        search = Search(traced.plans(planner, request, fixed), fixed)
+        # A backward pass is two of the forward.
+        seconds = 3 * planner.seconds(traced.program)
+        search = Search(traced.plans(planner, request, fixed), fixed, seconds)
     if key is not None:
         _searches[key] = traced.program.signature, search, planner
         while len(_searches) > _KNOWN:

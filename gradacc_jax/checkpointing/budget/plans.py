@@ -255,6 +255,11 @@ class Planner:
                         fixed[name] = plan
         return _best(found, turns)
 
+    def seconds(self, program: Program) -> float:
+        """What a program takes once."""
+        numbers = range(len(program.operations))
+        return sum(self.rates.seconds(program, i) for i in numbers)
+
     def _options(
         self,
         part: Program,
@@ -337,9 +342,7 @@ class Planner:
         needs = needs_of(loop.body, wrt)
         used = float(sum(loop.body.nbytes[v] for v in loop.carried if v in needs))
         found = []
-        once = sum(
-            self.rates.seconds(loop.body, i) for i in range(len(loop.body.operations))
-        )
+        once = self.seconds(loop.body)
         work = sum(work.total for work in loop.body.work)
 
         def whole(plan: Plan) -> Option:

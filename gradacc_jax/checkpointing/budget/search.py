@@ -13,9 +13,10 @@ import dataclasses
 from gradacc_jax.checkpointing.budget.plans import Plan
 from gradacc_jax.checkpointing.sizes import size_text
 
-# Of a budget: what is enough to be content with, and what to keep clear of while
-# nothing better is known than a prediction.
-_ENOUGH = 0.985
+# Of a budget: what is enough to be content with, unless so much of the time that all
+# takes could be spared; and what to keep clear of while nothing better is known than a
+# prediction.
+_ENOUGH, _WORTH = 0.985, 0.01
 _CLEAR = 0.997
 # What seems to need so much more may fit all the same; and how many of these to try.
 _NEAR, _MISSES = 1.05, 3
@@ -42,10 +43,13 @@ class Search:
     Args:
       plans: the fewest bytes first; the last one leaves the program as it is.
       fixed: plans of fixed policies, to be compared with.
+      seconds: what the program takes as it is, forward and backward.
     """
 
-    def __init__(self, plans: Sequence[Plan], fixed: Mapping[str, Plan]):
-        self.plans, self.fixed = plans, fixed
+    def __init__(
+        self, plans: Sequence[Plan], fixed: Mapping[str, Plan], seconds: float
+    ):
+        self.plans, self.fixed, self.seconds = plans, fixed, seconds
         self.trials: list[Trial] = []
 
     @property
@@ -115,15 +119,17 @@ class Search:
         tried = {id(t.plan) for t in self.trials}
         if id(self.plans[-1]) not in tried:
             return self.plans[-1]
-        if best is not None and best.nbytes >= _ENOUGH * budget:
-            return None
         left = [p for p in self.plans if id(p) not in tried]
+        is_content = best is not None and best.nbytes >= _ENOUGH * budget
         if best is not None:
-            left = [p for p in left if p.cost < best.plan.cost]
+            worth = _WORTH * self.seconds if is_content else 0.0
+            left = [p for p in left if p.cost < best.plan.cost - worth]
         seems = {id(p): self.estimate(p) for p in left}
         fitting = [p for p in left if seems[id(p)] <= _CLEAR * budget]
         if fitting:
             return min(fitting, key=lambda p: p.cost)
+        if is_content:
+            return None
         if best is not None:
             return self._near_miss(budget, best, left, seems)
         # Nothing fits yet. The least bytes may be those of another cut than it seems.
