@@ -243,6 +243,7 @@ def test_the_examples_of_the_readme_run():
     run_blocks(README, [first, *others])
 
 
+@pytest.mark.newest  # with the other JAX they run where the documentation is built
 @pytest.mark.optax_promotes
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_the_cells_of_a_page_run(page):

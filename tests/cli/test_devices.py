@@ -23,6 +23,8 @@ from .conftest import (
     metrics_of,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _quickly_compiled():
@@ -77,27 +79,23 @@ def test_on_eight_devices_a_run_is_that_of_one(on_eight, alone):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        pytest.param(
+        (
             "--devices 4 --micro-batch 2 --model-parallel 2",
             "data=2 x model=2; layers shared over model; gradients summed over data "
             "once a step\nstep: 16 sequences of 16 bytes in 4 micro-batches of 2 on "
             "each of 2 groups of 2 devices",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "--devices 4 --micro-batch 2 --sharding fsdp",
             "data=4; parameters and optimizer state spread over data",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "--devices 4 --micro-batch 2 --sharding fsdp --model-parallel 2 --in-step",
             "data=2 x model=2; layers shared over model; parameters and optimizer sta",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             "--devices 4 --micro-batch 1 --model-parallel 2 --in-step --verify",
             "verify: equal to 4 steps",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -138,7 +136,6 @@ def test_stopped_within_a_step_it_goes_on_on_as_many_devices_or_on_others(
     assert_same_training(other, unstopped)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("_only_trained")
 def test_between_steps_it_goes_on_with_any_micro_batch(tmp_path, on_eight, alone):
     run, expected = tmp_path / "run", tmp_path / "expected"

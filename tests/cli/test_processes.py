@@ -14,6 +14,8 @@ from gradacc_jax.cli.main import main
 from .conftest import assert_same_run, assert_same_training, checkpoints_of
 from .test_resume import STOPPED
 
+pytestmark = pytest.mark.slow
+
 # Two processes of two devices each, on this machine.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
@@ -74,7 +76,6 @@ def test_the_first_process_alone_reports(unstopped):
     assert "devices" not in second
 
 
-@pytest.mark.slow
 def test_killed_within_a_step_the_job_goes_on_bitwise(tmp_path, begin, unstopped):
     run = tmp_path / "run"
     options = ("--micro-batch", "2", "--out", str(run))
@@ -89,7 +90,6 @@ def test_killed_within_a_step_the_job_goes_on_bitwise(tmp_path, begin, unstopped
     assert_same_run(run, unstopped[0])
 
 
-@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_the_end_of_a_step(
     tmp_path, begin, unstopped
 ):
