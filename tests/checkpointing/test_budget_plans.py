@@ -11,9 +11,9 @@ import pytest
 
 from gradacc_jax.checkpointing.budget.apply import barred, checkpointed, conditional
 from gradacc_jax.checkpointing.budget.costs import Rates
-from gradacc_jax.checkpointing.budget.fitting import Request, Temporaries, Traced
 from gradacc_jax.checkpointing.budget.needs import _needs_of_piece, needs_of
 from gradacc_jax.checkpointing.budget.plans import Again, InLoop, Planner
+from gradacc_jax.checkpointing.budget.traced import Traced
 from gradacc_jax.checkpointing.flops import flops_of
 from tests.checkpointing import models
 from tests.checkpointing.models import quick
@@ -26,21 +26,9 @@ ENGINES = {"checkpoint": checkpointed, "barrier": barred, "branch": conditional}
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 
-def request_for(fun, has_aux=False):
-    return Request(
-        fun=fun,
-        argnums=(0,),
-        has_aux=has_aux,
-        bytes_of=Temporaries(0, has_aux, None),
-        budget=1,
-        max_compiles=1,
-        progress=lambda _: None,
-    )
-
-
 def plans_of(fun, *args, has_aux=False):
     """The plans for ``fun``, the fewest bytes first."""
-    return Traced(fun, args).plans(Planner(RATES), request_for(fun, has_aux))
+    return Traced(fun, args).plans(Planner(RATES), [0], has_aux)
 
 
 def by(plan, fun, engine=checkpointed):
@@ -345,7 +333,7 @@ def test_a_program_is_cut_where_it_is_large_though_most_of_it_is_small():
 
     w, x = jnp.ones((32, 32)), jnp.ones((4096, 32))
     traced = Traced(fun, (w, x))
-    least, *_, plain = traced.plans(Planner(RATES), request_for(fun))
+    least, *_, plain = traced.plans(Planner(RATES), [0], False)
     # Three arrays of each large layer are read again; their inputs and one layer's are
     # 19 of 48.
     assert plain.peak > 47 * x.nbytes

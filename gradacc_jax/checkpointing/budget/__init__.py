@@ -16,12 +16,12 @@
 7. ``apply``: the function is run by the plan, by whichever engine keeps recomputation
    in place with the installed compiler (``selftest``).
 
-``fitting`` does all this, and ``report`` tells of it.
+``fitting`` does all this for a function (``traced``) and what is asked of it
+(``request``), and ``report`` tells of it.
 """
 
 from gradacc_jax.checkpointing.budget.fitting import (
     Fitted,
-    Request,
     TooSmallError,
     remat_to_fit,
 )
@@ -30,6 +30,7 @@ from gradacc_jax.checkpointing.budget.report import (
     RematReport,
     RematSegment,
 )
+from gradacc_jax.checkpointing.budget.request import Request
 
 __all__ = [
     "Fitted",

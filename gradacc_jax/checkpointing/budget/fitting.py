@@ -2,35 +2,30 @@
 
 import collections
 from collections.abc import Callable, Sequence
-import dataclasses
 import math
 import sys
 from typing import Any
 import warnings
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from gradacc_jax.checkpointing.budget.apply import Engine, checkpointed, run_plan
+from gradacc_jax.checkpointing.budget.apply import Engine, checkpointed
 from gradacc_jax.checkpointing.budget.costs import rates_of
-from gradacc_jax.checkpointing.budget.needs import shape_of
-from gradacc_jax.checkpointing.budget.plans import Plan, Planner, for_program
-from gradacc_jax.checkpointing.budget.programs import Program, is_floating, results
-from gradacc_jax.checkpointing.budget.programs import run as run_operations
+from gradacc_jax.checkpointing.budget.plans import Plan, Planner
 from gradacc_jax.checkpointing.budget.report import (
     RematPoint,
     RematReport,
     segment_of,
 )
+from gradacc_jax.checkpointing.budget.request import Request, Temporaries, Within
 from gradacc_jax.checkpointing.budget.search import Search, Trial
 from gradacc_jax.checkpointing.budget.selftest import ENGINES, engine_for
+from gradacc_jax.checkpointing.budget.traced import Traced, is_traced, shape
 from gradacc_jax.checkpointing.flops import flops_of
-from gradacc_jax.checkpointing.regions import Split, is_array
+from gradacc_jax.checkpointing.regions import Split
 from gradacc_jax.checkpointing.sizes import parse_size, size_text
 
 PyTree = Any
-Within = Callable[..., jax.stages.Lowered]
 
 
 def remat_to_fit(
@@ -147,80 +142,6 @@ class TooSmallError(ValueError):
     """No program that was compiled fits into the budget."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What was asked for; see :func:`remat_to_fit`.
-
-    Attributes:
-      fun: the function.
-      argnums: the places of the arguments that it is differentiated in.
-      has_aux: whether it returns ``(value, aux)``.
-      bytes_of: compiles a program with a function like ``fun`` in it, for arguments of
-        these shapes, and returns the bytes that count; infinite if it does not compile.
-      budget: how many there may be.
-      max_compiles: how many programs to compile at most.
-      progress: told after each of them what it needs.
-    """
-
-    fun: Callable[..., PyTree]
-    argnums: tuple[int, ...]
-    has_aux: bool
-    bytes_of: Callable[[Callable[..., PyTree], Sequence[PyTree]], float]
-    budget: int
-    max_compiles: int
-    progress: Callable[[str], None]
-
-    @property
-    def name(self) -> str:
-        """The function's."""
-        return getattr(self.fun, "__name__", type(self.fun).__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Temporaries:
-    """The temporaries of a compiled program.
-
-    Attributes:
-      argnums: what its function is differentiated with respect to.
-      has_aux: whether the function returns ``(value, aux)``.
-      within: makes the program of a function and shapes, if it is not value and
-        gradient.
-    """
-
-    argnums: int | tuple[int, ...]
-    has_aux: bool
-    within: Within | None
-
-    def __call__(self, fun: Callable[..., PyTree], args: Sequence[PyTree]) -> float:
-        try:
-            stats: Any = self._lowered(fun, args).compile().memory_analysis()
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" in str(error):
-                return math.inf
-            raise
-        return float(stats.temp_size_in_bytes)
-
-    def _lowered(
-        self, fun: Callable[..., PyTree], args: Sequence[PyTree]
-    ) -> jax.stages.Lowered:
-        if self.within is not None:
-            lowered = self.within(fun, *args)
-            if not hasattr(lowered, "compile"):
-                raise TypeError(
-                    f"within returned a {type(lowered).__name__}; expected a lowered "
-                    "program: lambda fun, *args: jax.jit(step_of(fun)).lower(*args)"
-                )
-            return lowered
-        given = Split(args, is_traced)
-
-        def step(leaves: list[Any]) -> Any:
-            return jax.value_and_grad(
-                fun, self.argnums, has_aux=self.has_aux, allow_int=True
-            )(*given.joined(leaves))
-
-        return jax.jit(step).lower(given.arrays)
-
-
 class Fitted:
     """The function that comes of a request: its plans, by the programs they are for.
 
@@ -272,7 +193,7 @@ class Fitted:
                 if key == traced.program.signature:
                     return now.run(plan, engine)
                 if key not in others:
-                    others[key] = now.plans(planner, request)
+                    others[key] = now.plans(planner, request.argnums, request.has_aux)
                 return now.run(_no_larger(others[key], plan), engine)
 
             return request.bytes_of(trial, shapes)
@@ -313,7 +234,7 @@ class Fitted:
 
     def _report(
         self,
-        traced: "Traced",
+        traced: Traced,
         shapes: Sequence[PyTree],
         search: Search,
         best: Trial,
@@ -321,8 +242,8 @@ class Fitted:
         engine: str,
     ) -> RematReport:
         request = self.request
-        plain = flops_of(traced.derivative(request), *traced.shapes).total
-        chosen = traced.derivative(request, best.plan)
+        plain = flops_of(traced.derivative(request.argnums), *traced.shapes).total
+        chosen = traced.derivative(request.argnums, best.plan)
         compiled = {id(t.plan): t for t in search.trials}
 
         def point(plan: Plan) -> RematPoint:
@@ -360,7 +281,7 @@ _KNOWN = 4
 
 def _search_of(
     request: Request,
-    traced: "Traced",
+    traced: Traced,
     given: Split,
     shapes: Sequence[PyTree],
     device: Any,
@@ -378,93 +299,16 @@ def _search_of(
         fixed: dict[str, Plan] = {}
         # A backward pass is two of the forward.
         seconds = 3 * planner.seconds(traced.program)
-        search = Search(traced.plans(planner, request, fixed), fixed, seconds)
+        search = Search(
+            traced.plans(planner, request.argnums, request.has_aux, fixed),
+            fixed,
+            seconds,
+        )
     if key is not None:
         _searches[key] = traced.program.signature, search, planner
         while len(_searches) > _KNOWN:
             _searches.popitem(last=False)
     return search, planner
-
-
-class Traced:
-    """A function, traced on arguments.
-
-    Args:
-      fun: the function.
-      args: its arguments, or shapes of them.
-    """
-
-    def __init__(self, fun: Callable[..., PyTree], args: Sequence[PyTree]):
-        self.given = Split(tuple(args), is_traced)
-        made: list[Split] = []
-
-        def flat(*leaves: Any) -> list[Any]:
-            made.append(Split(fun(*self.given.joined(leaves)), _is_jax_array))
-            return made[-1].arrays
-
-        self.shapes = [_shape(x) for x in self.given.arrays]
-        closed = jax.make_jaxpr(flat)(*self.given.arrays)
-        self.consts = list(closed.consts)
-        self.program = Program.of(closed)
-        self.made = made[-1]
-
-    def wrt(self, argnums: Sequence[int]) -> list[int]:
-        """The program's inputs that are differentiated."""
-        args = self.given.tree.unflatten(range(len(self.given.traced)))
-        wanted = {i for number in argnums for i in jax.tree.leaves(args[number])}
-        leaves = [i for i, traced in enumerate(self.given.traced) if traced]
-        return [
-            len(self.consts) + place
-            for place, i in enumerate(leaves)
-            if i in wanted and is_floating(self.shapes[place])
-        ]
-
-    def plans(
-        self,
-        planner: Planner,
-        request: Request,
-        fixed: dict[str, Plan] | None = None,
-    ) -> list[Plan]:
-        """The plans for this program; those of fixed policies go into ``fixed``."""
-        towards = [0] if request.has_aux else None
-        wrt = self.wrt(request.argnums)
-        return planner.plans(self.program, wrt, towards=towards, fixed=fixed)
-
-    def run(self, plan: Plan, engine: Engine) -> PyTree:
-        """The function's result, by a plan for this program or one that is alike."""
-        inputs = [*self.consts, *self.given.arrays]
-        return self.made.joined(
-            run_plan(for_program(plan, self.program), inputs, engine)
-        )
-
-    def derivative(self, request: Request, plan: Plan | None = None) -> Any:
-        """Value and gradient, as a function of the arrays among the arguments."""
-        wrt = self.wrt(request.argnums)
-
-        def run(*leaves: Any) -> Any:
-            inputs = [*self.consts, *leaves]
-
-            def of(*active: Any) -> list[Any]:
-                given = list(inputs)
-                for v, x in zip(wrt, active, strict=True):
-                    given[v] = x
-                if plan is None:
-                    values = dict(enumerate(given))
-                    run_operations(self.program.operations, values)
-                    return results(self.program, values)
-                return run_plan(plan, given, checkpointed)
-
-            made, vjp = jax.vjp(of, *(inputs[v] for v in wrt))
-            return made, vjp([_ones(x) for x in made])
-
-        return run
-
-
-def is_traced(x: Any) -> bool:
-    """Whether an argument is an array, or stands for one."""
-    if isinstance(x, bool | int | float | complex | np.generic | jax.ShapeDtypeStruct):
-        return True
-    return is_array(x)
 
 
 def _no_larger(plans: Sequence[Plan], than: Plan) -> Plan:
@@ -484,7 +328,7 @@ def _device_of(arrays: Sequence[Any]) -> tuple[Any, Any]:
 
 def _placed(x: Any) -> jax.ShapeDtypeStruct:
     """The shape of an argument, where it lies if that was said."""
-    aval = _shape(x)
+    aval = shape(x)
     if isinstance(x, jax.core.Tracer):
         return aval
     if isinstance(x, jax.Array) and not getattr(x, "committed", True):
@@ -493,22 +337,6 @@ def _placed(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type
     )
-
-
-def _shape(x: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
-    return shape_of(jax.typeof(x))
-
-
-def _ones(x: Any) -> Any:
-    if is_floating(jax.typeof(x)):
-        return jnp.ones_like(x)
-    return np.zeros(np.shape(x), jax.dtypes.float0)
-
-
-def _is_jax_array(x: Any) -> bool:
-    return isinstance(x, jax.Array)
 
 
 def _on_the_terminal(message: str) -> None:
