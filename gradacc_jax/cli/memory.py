@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradacc_jax import Plan, accumulate, plan_step, train_step
+from gradacc_jax import Plan, plan_step, train_step
 from gradacc_jax.cli import model
 from gradacc_jax.cli.settings import (
     CommandError,
     Settings,
+    accumulated,
     first_line,
     resolve_batch,
     resolve_optimizer,
@@ -133,7 +134,7 @@ def plan(
         )
         in_call = made.microbatches_in_call
         loss = functools.partial(model.next_byte_loss, model.forward(made))
-        tx = _tx(made, optimizer)
+        tx = accumulated(optimizer, None, made)
         step = train_step(loss, tx, weight_fn=model.weight, num_microbatches=in_call)
         batch = Batch(
             jax.ShapeDtypeStruct(  # type: ignore[arg-type]
@@ -228,12 +229,3 @@ def _smaller(settings: Settings, memory: str) -> dict[str, Any]:
         "--remat, or a smaller model",
         code=1,
     )
-
-
-def _tx(settings: Settings, optimizer: Any) -> Any:
-    """The optimizer as a run uses it."""
-    skip = None if settings.skip_nonfinite == "none" else settings.skip_nonfinite
-    if settings.in_step and not skip:
-        return optimizer
-    calls = settings.num_microbatches // settings.microbatches_in_call
-    return accumulate(optimizer, calls, skip_nonfinite=skip)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from gradacc_jax import policies
+from gradacc_jax import accumulate, policies
 from gradacc_jax.checkpointing.policies import Policy
 from gradacc_jax.checkpointing.sizes import parse_size
 
@@ -357,3 +357,14 @@ def _try(optimizer: optax.GradientTransformation) -> None:
         return tx.update(params, tx.init(params), params, value=jnp.ones(()))
 
     jax.eval_shape(step, params)
+
+
+def accumulated(
+    optimizer: optax.GradientTransformation, axis_name: str | None, settings: Settings
+) -> optax.GradientTransformation:
+    """What the step of these settings is made with, of its plain optimizer."""
+    skip = None if settings.skip_nonfinite == "none" else settings.skip_nonfinite
+    if settings.in_step and not skip:
+        return optimizer
+    calls = settings.num_microbatches // settings.microbatches_in_call
+    return accumulate(optimizer, calls, skip_nonfinite=skip, axis_name=axis_name)

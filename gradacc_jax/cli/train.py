@@ -19,14 +19,14 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
-from gradacc_jax import StepMetrics, accumulate, raise_if_skipping, train_step
+from gradacc_jax import StepMetrics, raise_if_skipping, train_step
 from gradacc_jax.cli import devices, model, output, report
 from gradacc_jax.cli.memory import Rescue
 from gradacc_jax.cli.settings import (
     CommandError,
     Settings,
+    accumulated,
     first_line,
     resolve_batch,
     resolve_optimizer,
@@ -86,7 +86,7 @@ def train(
     resolve_remat(settings.remat, settings.num_layers, model.NAMES)
     forward = model.forward(settings)
     loss_fn = functools.partial(model.next_byte_loss, forward)
-    accumulating = functools.partial(_accumulating, optimizer, placement.axis_name)
+    accumulating = functools.partial(accumulated, optimizer, placement.axis_name)
     tx = accumulating(settings)
     params = placement.params(settings)
     state = placement.state(tx, params)
@@ -285,17 +285,6 @@ def _micro_step(settings: Settings, sequences: int) -> int:
             f"{way_out}"
         )
     return micro_step
-
-
-def _accumulating(
-    optimizer: optax.GradientTransformation, axis_name: str | None, settings: Settings
-) -> optax.GradientTransformation:
-    """What the step of these settings is made with."""
-    skip = None if settings.skip_nonfinite == "none" else settings.skip_nonfinite
-    if settings.in_step and not skip:
-        return optimizer
-    calls = settings.num_microbatches // settings.microbatches_in_call
-    return accumulate(optimizer, calls, skip_nonfinite=skip, axis_name=axis_name)
 
 
 def _read(metrics: StepMetrics) -> dict[str, Any]:
