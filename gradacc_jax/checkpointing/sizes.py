@@ -1,6 +1,7 @@
 """Numbers of bytes, as people write and read them."""
 
 import math
+import operator
 import re
 from typing import Any
 
@@ -37,12 +38,14 @@ def parse_size(name: str, given: Any) -> int:
         nbytes = float(found[1]) * unit
     if isinstance(nbytes, bool) or not isinstance(nbytes, int | float):
         try:
-            nbytes = nbytes.__index__()
-        except AttributeError:
+            nbytes = None if isinstance(nbytes, bool) else operator.index(nbytes)
+        except TypeError:
+            nbytes = None
+        if nbytes is None:
             raise ValueError(
                 f"{name}={given!r} is no number of bytes; write an integer, or a "
                 'string like "200MiB"'
-            ) from None
+            )
     if not 0 < nbytes < math.inf:
         raise ValueError(f"{name}={given!r} is no number of bytes above 0; choose one")
     return int(nbytes)

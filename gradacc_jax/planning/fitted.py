@@ -12,13 +12,13 @@ from typing import Any
 
 from gradacc_jax.checkpointing.budget import Fitted, Request
 from gradacc_jax.fitting import arguments_of_the_loss
-from gradacc_jax.planning.compile import Built, Target, Traced
+from gradacc_jax.planning.compile import Built, Target
 
 PyTree = Any
 LossFn = Callable[..., Any]
 FIT = "fit"
 # Of one micro-batch. Budgets of a plan are seldom tight to a percent.
-_COMPILES = 6
+_COMPILES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +37,7 @@ class Unfitted:
     args: tuple[PyTree, ...]
     donate_argnums: Any
 
-    def fit(
-        self, target: Target, limit: int, compiled: Callable[[Traced, Built], None]
-    ) -> Any:
+    def fit(self, target: Target, limit: int, compiled: Callable[[Built], None]) -> Any:
         """The step that needs no more than ``limit`` bytes at its peak.
 
         Args:
@@ -55,7 +53,7 @@ class Unfitted:
             step = self.step_of(loss_fn)
             traced = target.trace(step, self.args, self.donate_argnums)
             built = target.compile(traced)
-            compiled(traced, built)
+            compiled(built)
             memory = built.memory
             # Of what is refused a bound from below is known.
             is_known = not memory.refused or memory.peak > limit

@@ -465,25 +465,26 @@ class Search:
 
     def _fitted(self, fitting: Fitting, split: Split) -> _Way:
         """A way whose recomputation is chosen so that it fits, or the nearest to it."""
-        unfitted = fitting.make(*split)
-        plain = fitting.plain.make(*split)
         variant = dataclasses.replace(fitting.plain, policy=FIT)
-        found: list[_Way] = []
+        plain = self.way(fitting.plain, split)
+        # Until it fits, what is known of its time is that of the step as it is.
+        least = dataclasses.replace(plain, variant=variant, memory=None)
 
-        def compiled(traced: Traced, built: Built) -> None:
-            way = _Way(variant, split, plain, traced, traced.cost, built.memory)
+        def compiled(built: Built) -> None:
+            nonlocal least
+            way = dataclasses.replace(least, memory=built.memory)
             self._count(way)
-            found.append(way)
+            if least.memory is None or built.memory.peak < least.memory.peak:
+                least = way
             self._may_compile()
 
+        key = FIT, variant.form, split
         try:
-            fun = unfitted.fit(self.target, self.limit, compiled)
+            fun = fitting.make(*split).fit(self.target, self.limit, compiled)
         except TooSmallError:
-            way = min(found, key=lambda w: w.memory.peak if w.memory else 0)
-            self.ways[FIT, variant.form, split] = way
-            return way
-        made = plain._replace(fun=fun)
-        self.ways[FIT, variant.form, split] = self._priced(variant, split, made)
+            self.ways[key] = least
+            return least
+        self.ways[key] = self._priced(variant, split, plain.made._replace(fun=fun))
         return self.compiled(variant, split, quick=False)
 
     def _proved(self, best: _Way | None) -> _Way | None:

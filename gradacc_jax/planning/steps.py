@@ -41,8 +41,12 @@ def applicable(loss_fn: Callable[..., Any], policies: Sequence[Any]) -> tuple[An
     """
     if takes_policy(loss_fn):
         return tuple(policies)
-    kept = [p for p in policies if not is_fit(p) and known.resolve(p) == known.none]
+    kept = [p for p in policies if _is_none(p)]
     return tuple(kept) if len(kept) == len(policies) else (*kept, FIT)
+
+
+def _is_none(policy: Any) -> bool:
+    return not is_fit(policy) and known.resolve(policy) == known.none
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +119,16 @@ class Training:
 
     def variants(self, policies: Sequence[Any]) -> list[Variant]:
         """Each policy in both forms, but for the one that is made for a limit."""
-        usable = [p for p in applicable(self.loss_fn, policies) if not is_fit(p)]
+        given = applicable(self.loss_fn, policies)
+        usable = [p for p in given if not is_fit(p)]
+        if self.num_devices > 1 and not usable:
+            raise ValueError(
+                f"policies={tuple(policies)!r}: without a keyword `policy` of the loss "
+                f'all but "none" are "fit", which is planned on one device, and the '
+                f'batch is spread over {self.num_devices}; add "none"'
+            )
+        if len(usable) < len(given) and not any(map(_is_none, usable)):
+            usable.append("none")  # which fit is, where it fits
         return [
             Variant(policy, form, functools.partial(make, policy), emits=emits)
             for form, make, emits in (
@@ -146,7 +159,7 @@ class Training:
 
     def across_calls(self, policy: Any, size: int, count: int) -> Made:
         """A micro-step on one micro-batch, ``count`` of which make a step."""
-        tx = accumulate(self.optimizer, count)
+        tx = self.tx_of(ACROSS_CALLS, count)
         return self._made(policy, tx, size * self.num_devices, 1)
 
     # Of one device; what is cut unequally has fewer than size x count.
@@ -154,11 +167,10 @@ class Training:
 
     def tx_of(self, form: str, count: int) -> optax.GradientTransformation:
         """The optimizer that a form's state is made with."""
-        return (
-            accumulate(self.optimizer, count)
-            if form == ACROSS_CALLS
-            else self.optimizer
-        )
+        if form == ONE_CALL:
+            return self.optimizer
+        reduction = self.loss_reduction or "mean"
+        return accumulate(self.optimizer, count, loss_reduction=reduction)
 
     def _made(
         self, policy: Any, tx: optax.GradientTransformation, total: int, count: int

@@ -183,6 +183,15 @@ def test_it_can_be_batched_and_differentiated_forwards_and_twice():
         )
 
 
+def test_complex_values_are_computed_again_or_left():
+    def fun(w, x):
+        for _ in range(3):
+            x = jnp.abs(jnp.fft.fft(jnp.tanh(x @ w)))
+        return jnp.mean(x**2)
+
+    check(fun, jnp.eye(16) / 2, jnp.ones((64, 16)))
+
+
 def test_integers_and_what_is_not_differentiated_come_back():
     def fun(w, x):
         y = x

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 import numpy as np
 import optax
 import pytest
@@ -52,7 +53,7 @@ def test_what_does_not_fit_as_it_is_fits_by_computing_again_and_is_faster(found)
     assert len(known) > len(fitting) > 0
     assert all(c.microbatch_size < found.microbatch_size for c in fitting)
     assert all(c.seconds > found.seconds for c in fitting)
-    assert found.compiles <= 8 + 7 * FIT_TRIES
+    assert found.compiles <= 8 + 9 * FIT_TRIES
 
 
 def test_the_step_is_that_of_the_full_batch(found):
@@ -98,16 +99,44 @@ def test_where_larger_micro_batches_are_no_faster_it_is_not_compiled():
 def test_it_is_asked_for_by_its_name_and_left_out_by_naming_others(found):
     assert not rows(planned("1650KB", policies=("none",)), FIT)
     alone = planned("1650KB", policies=(FIT,))
-    assert (alone.policy, alone.peak_bytes) == (FIT, found.peak_bytes)
-    assert not rows(alone, "none")
+    assert alone.to_json() == found.to_json()
 
 
 def test_too_little_memory_is_an_error_that_names_its_smallest_need():
-    with pytest.raises(ValueError, match="the smallest need") as error:
+    with pytest.raises(ValueError, match="the smallest need, of micro-batch 1 "):
         planned("300KiB", policies=(FIT,))
-    assert "with policy 'fit'" in str(error.value)
 
 
 def test_it_keeps_to_the_time_budget():
-    with pytest.raises(TimeoutError, match="nothing that fits was found in 1 comp"):
+    with pytest.raises(TimeoutError, match="nothing that fits was found in 0 comp"):
         planned("1650KB", policies=(FIT,), time_budget=0)
+
+
+def test_with_much_memory_it_is_the_step_as_it_is():
+    assert planned("50MiB", policies=(FIT,)).policy == "none"
+
+
+def test_on_a_mesh_it_does_not_stand_alone():
+    mesh = AbstractMesh((4,), ("data",))
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct(EXAMPLES.shape, jnp.float32, sharding=rows)
+    with pytest.raises(ValueError, match='the batch is spread over 4; add "none"'):
+        plan(loss_fn, PARAMS, OPTIMIZER, x, memory="50MiB", policies=(FIT,))
+
+
+def test_a_summed_loss_is_planned_across_calls_too():
+    def summed(params, x):
+        return jnp.sum(jnp.tanh(x @ params))
+
+    w = WEIGHTS["in"]
+    found = plan(
+        summed,
+        w,
+        optax.sgd(0.1),
+        EXAMPLES,
+        memory="2MiB",
+        num_microbatches=8,
+        policies=("none",),
+        loss_reduction="sum",
+    )
+    assert {c.form for c in found.candidates} >= {"one call"}

@@ -120,7 +120,11 @@ def remat_to_fit(
                 f"{len(example_args)} example arguments; pass one for each argument of "
                 "the function, by position"
             )
-    if isinstance(max_compiles, bool) or max_compiles < 1:
+    if not numbers:
+        raise ValueError("argnums=() differentiates nothing; name an argument, as in 0")
+    if isinstance(max_compiles, bool) or not isinstance(max_compiles, int):
+        raise ValueError(f"max_compiles={max_compiles} is no whole number; choose one")
+    if max_compiles < 1:
         raise ValueError(f"max_compiles={max_compiles}; choose at least 1")
     places = tuple(number % len(example_args) for number in numbers)
     request = Request(

@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from gradacc_jax.checkpointing.budget.cuts import stretches
-from gradacc_jax.checkpointing.budget.programs import Program, is_key, results, run
+from gradacc_jax.checkpointing.budget.programs import Program, is_nameable, results, run
 from gradacc_jax.checkpointing.origins import values_of
 
 PREFIX = "gradacc_jax.fit."
@@ -107,8 +107,8 @@ def _needs_of_piece(program: Program, wrt: Sequence[int]) -> frozenset[int]:
 
 
 def mark(name: str, x: Any) -> Any:
-    """``x`` with a name on it, if it is an array of numbers."""
-    return x if is_key(jax.typeof(x)) else checkpoint_name(x, name)
+    """``x`` with a name on it, if it can have one."""
+    return checkpoint_name(x, name) if is_nameable(jax.typeof(x)) else x
 
 
 def shape_of(aval: Any) -> jax.ShapeDtypeStruct:

@@ -29,7 +29,7 @@ from gradacc_jax.checkpointing.budget.costs import Rates, again
 from gradacc_jax.checkpointing.budget.cuts import Segment, segmentations
 from gradacc_jax.checkpointing.budget.loops import Loop, inner_lengths
 from gradacc_jax.checkpointing.budget.needs import needs_of
-from gradacc_jax.checkpointing.budget.programs import Program, is_key
+from gradacc_jax.checkpointing.budget.programs import Program, is_nameable
 from gradacc_jax.checkpointing.budget.solve import Choice, Problem, Task, pareto
 
 _LEVELS = 24
@@ -304,7 +304,7 @@ class Planner:
         def nbytes(v: int) -> float:
             if v in free:
                 return 0.0
-            return math.inf if is_key(part.avals[v]) else float(part.nbytes[v])
+            return float(part.nbytes[v]) if is_nameable(part.avals[v]) else math.inf
 
         held = float(sum(part.nbytes[v] for v in needed))
         problem = Problem(tasks, needed, nbytes)

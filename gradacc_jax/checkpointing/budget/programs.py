@@ -16,7 +16,7 @@ import jax
 from jax.extend import core
 import jax.numpy as jnp
 
-from gradacc_jax.checkpointing.flops import Work, work_of, work_of_operation
+from gradacc_jax.checkpointing.flops import Work, work_of_operation
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call"}
 # Another form of the same array: XLA writes no new one, or does so on the fly.
@@ -264,6 +264,11 @@ def is_key(aval: Any) -> bool:
     return dtype is None or jnp.issubdtype(dtype, jax.dtypes.extended)
 
 
+def is_nameable(aval: Any) -> bool:
+    """Whether JAX can keep a value by a name: keys and complex numbers it cannot."""
+    return not is_key(aval) and not jnp.issubdtype(aval.dtype, jnp.complexfloating)
+
+
 def _inlined(eqn: Any) -> Any:
     """The body of a call that means no more than its body; else None."""
     if eqn.primitive.name not in _INLINED or eqn.effects:
@@ -286,7 +291,7 @@ def _kind(operation: Operation) -> tuple[Any, ...]:
         if isinstance(v, int | float | str | bool | tuple)
         and k not in ("name", "branches")
     ]
-    inside = [work_of(j) for j in core.jaxprs_in_params(eqn.params)]
+    inside = [Program.of(j).signature for j in core.jaxprs_in_params(eqn.params)]
     inputs = tuple(map(_atom, operation.inputs))
     return eqn.primitive.name, inputs, operation.outputs, repr(plain), tuple(inside)
 

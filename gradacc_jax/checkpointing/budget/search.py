@@ -22,6 +22,9 @@ _CLEAR = 0.997
 _NEAR, _MISSES = 1.05, 3
 # Plans of least bytes to compile before a budget is given up.
 _LEAST = 4
+# After so many that do not fit the least is compiled: predictions that are too high by
+# far would lead from one plan to the next, and never there.
+_BLIND = 2
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,12 +96,16 @@ class Search:
     def estimate(self, plan: Plan) -> float:
         """The bytes of a plan: as predicted, corrected by what was compiled near it."""
         trials = [t for t in self.trials if t.nbytes < float("inf")]
+        trials.sort(key=lambda t: t.plan.peak)
         same = [t for t in trials if t.plan.cut == plan.cut]
-        known = sorted(same or trials, key=lambda t: t.plan.peak)
-        if not known:
+
+        def nearest(is_beside: Callable[[Trial], bool]) -> list[Trial]:
+            return list(filter(is_beside, same)) or list(filter(is_beside, trials))
+
+        below = nearest(lambda t: t.plan.peak <= plan.peak)
+        above = nearest(lambda t: t.plan.peak >= plan.peak)
+        if not below and not above:
             return plan.peak
-        below = [t for t in known if t.plan.peak <= plan.peak]
-        above = [t for t in known if t.plan.peak >= plan.peak]
         if not below or not above:
             near = (below or above)[-1 if below else 0]
             if near.nbytes < near.plan.peak:  # fused, or a part of it on each device
@@ -124,6 +131,9 @@ class Search:
         if best is not None:
             worth = _WORTH * self.seconds if is_content else 0.0
             left = [p for p in left if p.cost < best.plan.cost - worth]
+        failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
+        if best is None and len(failed) == _BLIND and id(self.plans[0]) not in tried:
+            return self.plans[0]
         seems = {id(p): self.estimate(p) for p in left}
         fitting = [p for p in left if seems[id(p)] <= _CLEAR * budget]
         if fitting:
@@ -133,7 +143,6 @@ class Search:
         if best is not None:
             return self._near_miss(budget, best, left, seems)
         # Nothing fits yet. The least bytes may be those of another cut than it seems.
-        failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
         least = min((t.nbytes for t in failed), default=float("inf"))
         hopeful = [p for p in left if min(p.peak, seems[id(p)]) < least]
         if len(failed) >= _LEAST or not hopeful:
