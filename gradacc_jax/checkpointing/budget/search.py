@@ -132,7 +132,7 @@ class Search:
             worth = _WORTH * self.seconds if is_content else 0.0
             left = [p for p in left if p.cost < best.plan.cost - worth]
         failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
-        if best is None and len(failed) == _BLIND and id(self.plans[0]) not in tried:
+        if best is None and len(failed) >= _BLIND and id(self.plans[0]) not in tried:
             return self.plans[0]
         seems = {id(p): self.estimate(p) for p in left}
         fitting = [p for p in left if seems[id(p)] <= _CLEAR * budget]
