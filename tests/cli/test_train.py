@@ -58,7 +58,7 @@ def test_verify_fails_where_accumulation_is_wrong(tmp_path, text, capsys, monkey
         scaled = optax.chain(optax.scale(1.01), optimizer)
         return gradacc_jax.accumulate(scaled, *args, **kwargs)
 
-    monkeypatch.setattr(train, "accumulate", wrong)
+    monkeypatch.setattr("gradacc_jax.cli.settings.accumulate", wrong)
     out = tmp_path / "run"
     code = main(["train", "--text", text, "--out", str(out), *SMALL, *SGD, "--verify"])
     assert code == 1
