@@ -1,7 +1,7 @@
 """Numbers of bytes, as people write and read them."""
 
 import math
-import operator
+import numbers
 import re
 from typing import Any
 
@@ -36,16 +36,12 @@ def parse_size(name: str, given: Any) -> int:
                 'string like "200MiB" or "1.5GB"'
             )
         nbytes = float(found[1]) * unit
-    if isinstance(nbytes, bool) or not isinstance(nbytes, int | float):
-        try:
-            nbytes = None if isinstance(nbytes, bool) else operator.index(nbytes)
-        except TypeError:
-            nbytes = None
-        if nbytes is None:
-            raise ValueError(
-                f"{name}={given!r} is no number of bytes; write an integer, or a "
-                'string like "200MiB"'
-            )
+    is_number = isinstance(nbytes, numbers.Real) and not isinstance(nbytes, bool)
+    if not is_number:
+        raise ValueError(
+            f"{name}={given!r} is no number of bytes; write an integer, or a string "
+            'like "200MiB"'
+        )
     if not 0 < nbytes < math.inf:
         raise ValueError(f"{name}={given!r} is no number of bytes above 0; choose one")
     return int(nbytes)

@@ -97,7 +97,8 @@ def plan(
       margin: the part of the memory that is left free.
       has_aux: whether the loss returns ``(loss, aux)``.
       weight_fn: from a batch to its number of loss terms.
-      loss_reduction: "mean" or "sum", as for :func:`gradacc_jax.train_step`.
+      loss_reduction: "mean" or "sum", as for :func:`gradacc_jax.train_step`. A sum
+        without ``weight_fn`` is planned in one call only, where it stays a sum.
       time_budget: seconds after which the best that was found is taken; with it the
         plan depends on how fast this machine is.
       progress: called with a line of text after each compilation.

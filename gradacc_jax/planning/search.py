@@ -94,6 +94,11 @@ class Fitting:
     plain: Variant
     make: Callable[[int, int], Unfitted]
 
+    @property
+    def variant(self) -> Variant:
+        """The policy, as one of the variants."""
+        return dataclasses.replace(self.plain, policy=FIT)
+
 
 class Split(NamedTuple):
     """A micro-batch size on one device, and how many make a step."""
@@ -226,10 +231,7 @@ class Search:
         if way.memory is not None and quick:
             return way
         self._may_compile()
-        built = self.target.compile(way.traced, quick=quick)
-        way.memory, way.program, way.quick = built.memory, built.program, quick
-        way.options = tuple(sorted(built.options.items()))
-        self._count(way)
+        self._keep(way, self.target.compile(way.traced, quick=quick), quick=quick)
         return way
 
     def _may_compile(self) -> None:
@@ -239,13 +241,15 @@ class Search:
                 "more time"
             )
 
-    def _count(self, way: _Way) -> None:
+    def _keep(self, way: _Way, built: Built, *, quick: bool) -> None:
+        """Notes of a way what its compiled program is, and tells of it."""
         self.compiles += 1
-        assert way.memory is not None
+        way.memory, way.program, way.quick = built.memory, built.program, quick
+        way.options = tuple(sorted(built.options.items()))
         (size, k), variant = way.split, way.variant
         self.progress(
             f"micro-batch {size} x {k}, policy {variant.policy}, {variant.form}: "
-            f"{bytes_text(way.memory.peak)}, "
+            f"{bytes_text(built.memory.peak)}, "
             f"{'fits' if self._fits(way) else 'does not fit'}"
         )
 
@@ -452,10 +456,9 @@ class Search:
         ]
         if not larger:
             bound = self.way(plain, self.splits[-1])
-            variant = dataclasses.replace(plain, policy=FIT)
-            way = dataclasses.replace(bound, variant=variant, memory=None)
+            way = dataclasses.replace(bound, variant=fitting.variant, memory=None)
             self.ways[FIT, plain.form, way.split] = way
-            self._skip(variant, "no faster at its best")
+            self._skip(fitting.variant, "no faster at its best")
         for split in larger[:FIT_TRIES]:
             way = self._fitted(fitting, split)
             if not self._fits(way) or not self._beats(way, best):
@@ -465,23 +468,21 @@ class Search:
 
     def _fitted(self, fitting: Fitting, split: Split) -> _Way:
         """A way whose recomputation is chosen so that it fits, or the nearest to it."""
-        variant = dataclasses.replace(fitting.plain, policy=FIT)
+        variant = fitting.variant
         plain = self.way(fitting.plain, split)
-        # Until it fits, what is known of its time is that of the step as it is.
-        least = dataclasses.replace(plain, variant=variant, memory=None)
+        tried: list[_Way] = []
 
         def compiled(built: Built) -> None:
-            nonlocal least
-            way = dataclasses.replace(least, memory=built.memory)
-            self._count(way)
-            if least.memory is None or built.memory.peak < least.memory.peak:
-                least = way
+            # Until it fits, what is known of its time is that of the step as it is.
+            tried.append(dataclasses.replace(plain, variant=variant))
+            self._keep(tried[-1], built, quick=False)
             self._may_compile()
 
         key = FIT, variant.form, split
         try:
             fun = fitting.make(*split).fit(self.target, self.limit, compiled)
         except TooSmallError:
+            least = min(tried, key=lambda w: w.memory.peak if w.memory else 0)
             self.ways[key] = least
             return least
         self.ways[key] = self._priced(variant, split, plain.made._replace(fun=fun))

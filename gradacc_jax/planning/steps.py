@@ -129,12 +129,13 @@ class Training:
             )
         if len(usable) < len(given) and not any(map(_is_none, usable)):
             usable.append("none")  # which fit is, where it fits
+        forms = [(ONE_CALL, self.in_one_call, False)]
+        # Across calls sums are divided by weights, and these are 1 if nobody says more.
+        if self.loss_reduction != "sum" or self.weight_fn is not None:
+            forms.append((ACROSS_CALLS, self.across_calls, True))
         return [
             Variant(policy, form, functools.partial(make, policy), emits=emits)
-            for form, make, emits in (
-                (ONE_CALL, self.in_one_call, False),
-                (ACROSS_CALLS, self.across_calls, True),
-            )
+            for form, make, emits in forms
             for policy in usable
         ]
 
@@ -145,22 +146,22 @@ class Training:
         ):
             return None
         plain = functools.partial(self.in_one_call, "none")
-        return Fitting(Variant("none", ONE_CALL, plain), self.to_be_fitted)
-
-    def to_be_fitted(self, size: int, count: int) -> Unfitted:
-        """The step in one call, with a loss that can be planned."""
-        total = min(size * count, self.global_examples)
-        return self._unfitted("none", self.optimizer, total, count)
+        make = functools.partial(self._in_one_call, "none")
+        return Fitting(Variant("none", ONE_CALL, plain), make)
 
     def in_one_call(self, policy: Any, size: int, count: int) -> Made:
         """A step on the global batch, which is split inside the program."""
+        return _as_it_is(self._in_one_call(policy, size, count))
+
+    def _in_one_call(self, policy: Any, size: int, count: int) -> Unfitted:
         total = min(size * count, self.global_examples) * self.num_devices
-        return self._made(policy, self.optimizer, total, count)
+        return self._unfitted(policy, self.optimizer, total, count)
 
     def across_calls(self, policy: Any, size: int, count: int) -> Made:
         """A micro-step on one micro-batch, ``count`` of which make a step."""
         tx = self.tx_of(ACROSS_CALLS, count)
-        return self._made(policy, tx, size * self.num_devices, 1)
+        total = size * self.num_devices
+        return _as_it_is(self._unfitted(policy, tx, total, 1))
 
     # Of one device; what is cut unequally has fewer than size x count.
     global_examples: int = 2**62
@@ -171,12 +172,6 @@ class Training:
             return self.optimizer
         reduction = self.loss_reduction or "mean"
         return accumulate(self.optimizer, count, loss_reduction=reduction)
-
-    def _made(
-        self, policy: Any, tx: optax.GradientTransformation, total: int, count: int
-    ) -> Made:
-        step = self._unfitted(policy, tx, total, count)
-        return Made(step.step_of(step.loss_fn), step.args, step.donate_argnums)
 
     def _unfitted(
         self, policy: Any, tx: optax.GradientTransformation, total: int, count: int
@@ -262,6 +257,11 @@ class Training:
             return params, state, carried, metrics
 
         return step
+
+
+def _as_it_is(step: Unfitted) -> Made:
+    """A step, its loss as the user gave it."""
+    return Made(step.step_of(step.loss_fn), step.args, step.donate_argnums)
 
 
 def split(params: PyTree, trainable: PyTree) -> tuple[PyTree, PyTree]:

@@ -319,7 +319,10 @@ def test_a_stack_that_keeps_nothing_in_place_is_told(monkeypatch):
         ({"max_temp_bytes": True}, "max_temp_bytes=True is no number of bytes"),
         ({"max_temp_bytes": 2**20, "argnums": ()}, r"argnums=\(\) differentiates no"),
         ({"max_temp_bytes": 2**20, "max_compiles": 0}, "max_compiles=0"),
-        ({"max_temp_bytes": 2**20, "max_compiles": 2.5}, "is no whole number"),
+        (
+            {"max_temp_bytes": 2**20, "max_compiles": 2.5},
+            "max_compiles=2.5: expected a whole",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_what_to_do(options, message):

@@ -261,6 +261,49 @@ def test_carried_state_keys_weights_and_aux_are_in_the_step():
     assert float(carried["mean"][0]) != 0
 
 
+def summed(w, batch):
+    return jnp.sum(jnp.tanh(batch @ w) ** 2)
+
+
+def test_a_sum_with_weights_is_divided_by_them_across_calls_too():
+    optimizer = optax.sgd(1e-1)
+    it = plan(
+        summed,
+        MATRIX,
+        optimizer,
+        EXAMPLES,
+        global_batch_size=BATCH,
+        memory="100KiB",
+        policies=("none",),
+        weight_fn=lambda batch: jnp.asarray(len(batch), jnp.float32),
+        loss_reduction="sum",
+    )
+    assert it.form == ACROSS_CALLS
+    w = jnp.eye(WIDTH) / 2
+    batch = jnp.linspace(-1, 1, BATCH * 16 * WIDTH).reshape(BATCH, 16, WIDTH)
+    wanted = w - 1e-1 * jax.grad(summed)(w, batch) / BATCH
+    params, state = jnp.copy(w), it.tx.init(w)
+    for part in batch.reshape(-1, it.microbatch_size, 16, WIDTH):
+        params, state, _ = it.train_step(params, state, part)
+    # Sums of 768 terms in another order: some tens of eps of float32.
+    np.testing.assert_allclose(params, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_sum_without_weights_is_planned_in_one_call_where_it_stays_a_sum():
+    it = plan(
+        summed,
+        MATRIX,
+        optax.sgd(0.1),
+        EXAMPLES,
+        global_batch_size=BATCH,
+        memory=500_000,
+        policies=("none",),
+        loss_reduction="sum",
+    )
+    assert it.num_microbatches > 1
+    assert {c.form for c in it.candidates} == {ONE_CALL}
+
+
 def test_a_policy_may_be_a_value_and_there_must_be_one():
     it = planned("50MB", policies=(policies.none,))
     assert it.policy == policies.none

@@ -20,8 +20,8 @@ it, so the same dynamic programming is exact.
 
 from collections.abc import Callable, Sequence
 import dataclasses
+import functools
 import itertools
-from typing import Any
 
 import numpy as np
 
@@ -75,22 +75,23 @@ def segmentations(
     most = max((places.held(at[0], at[-1]) for at in candidates), default=0.0)
     found: dict[tuple[Segment, ...], float] = {}
 
-    def cut_by(bounds: Callable[[list[int]], list[tuple[int, int]]]) -> Any:
+    def cut_by(
+        way: Callable[[list[int]], list[tuple[int, int]]],
+    ) -> tuple[Segment, ...]:
         cut = [Segment(i, i + 1, alone=True) for i in alone]
         for at in candidates:
-            cut += [Segment(a, b) for a, b in bounds(at)]
+            cut += [Segment(a, b) for a, b in way(at)]
         cut.sort(key=lambda segment: segment.start)
         found[tuple(cut)] = places.least(cut)
         return tuple(cut)
 
     for number in _NUMBERS:
         # A little more, or blocks of equal size would not fit.
-        bound = 1.05 * most / number
-        cut_by(lambda at: places.best(at, bound))  # noqa: B023
+        cut_by(functools.partial(places.best, bound=1.05 * most / number))
     coarse = list(found)[:_COARSE]
-    even = [cut_by(lambda at: places.even(at, part)) for part in _PEAKS]  # noqa: B023
+    by_peak = [cut_by(functools.partial(places.by_peak, part=part)) for part in _PEAKS]
     best = sorted(found, key=lambda cut: found[cut])[:_BEST]
-    return list(dict.fromkeys([*best, *even, *coarse]))
+    return list(dict.fromkeys([*best, *by_peak, *coarse]))
 
 
 def stretches(program: Program, size: int) -> list[tuple[int, int]]:
@@ -161,7 +162,7 @@ class _Places:
         assert found is not None
         return found
 
-    def even(self, at: list[int], part: float) -> list[tuple[int, int]]:
+    def by_peak(self, at: list[int], part: float) -> list[tuple[int, int]]:
         """The segments that keep the least, where all that is there is bounded.
 
         Args:

@@ -122,18 +122,16 @@ def remat_to_fit(
             )
     if not numbers:
         raise ValueError("argnums=() differentiates nothing; name an argument, as in 0")
-    if isinstance(max_compiles, bool) or not isinstance(max_compiles, int):
-        raise ValueError(f"max_compiles={max_compiles} is no whole number; choose one")
-    if max_compiles < 1:
-        raise ValueError(f"max_compiles={max_compiles}; choose at least 1")
+    if isinstance(max_compiles, bool | float) or max_compiles < 1:
+        raise ValueError(
+            f"max_compiles={max_compiles}: expected a whole number of at least 1"
+        )
     places = tuple(number % len(example_args) for number in numbers)
     request = Request(
         fun=fun,
         argnums=places,
         has_aux=has_aux,
-        bytes_of=Temporaries(
-            places[0] if isinstance(argnums, int) else places, has_aux, within
-        ),
+        bytes_of=Temporaries(places, has_aux, within),
         budget=parse_size("max_temp_bytes", max_temp_bytes),
         max_compiles=max_compiles,
         progress=_on_the_terminal if progress is None else progress,

@@ -54,7 +54,7 @@ class Temporaries:
         gradient.
     """
 
-    argnums: int | tuple[int, ...]
+    argnums: tuple[int, ...]
     has_aux: bool
     within: Within | None
 
