@@ -28,7 +28,7 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
 def plans_of(fun, *args, has_aux=False):
     """The plans for ``fun``, the fewest bytes first."""
-    return Traced(fun, args).plans(Planner(RATES), [0], has_aux)
+    return Traced(fun, args).plans(Planner(RATES), [0], has_aux).frontier
 
 
 def by(plan, fun, engine=checkpointed):
@@ -342,7 +342,7 @@ def test_a_program_is_cut_where_it_is_large_though_most_of_it_is_small():
 
     w, x = jnp.ones((32, 32)), jnp.ones((4096, 32))
     traced = Traced(fun, (w, x))
-    least, *_, plain = traced.plans(Planner(RATES), [0], False)
+    least, *_, plain = traced.plans(Planner(RATES), [0], False).frontier
     # Three arrays of each large layer are read again; their inputs and one layer's are
     # 19 of 48.
     assert plain.peak > 47 * x.nbytes

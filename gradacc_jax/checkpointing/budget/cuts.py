@@ -16,6 +16,11 @@ Where blocks differ, what a segment holds is better bounded together with what a
 before it keep, which is there when the backward pass comes to it: early segments may
 then be large and late ones small. Fewest bytes before a place are best for all behind
 it, so the same dynamic programming is exact.
+
+Gradients that the program returns have their room from its beginning. Until they are
+written, which is when the backward pass is through with the operation that read their
+parameter first, the compiler puts there what fits. So many small segments may need
+less than few.
 """
 
 from collections.abc import Callable, Sequence
@@ -52,8 +57,38 @@ class Segment:
     alone: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Gradients:
+    """The gradients that a program returns.
+
+    Attributes:
+      at: for each of them the first operation that reads its parameter.
+      nbytes: their bytes.
+    """
+
+    at: np.ndarray
+    nbytes: np.ndarray
+
+    @classmethod
+    def of(cls, program: Program, wrt: Sequence[int]) -> "Gradients":
+        """Those of a program, with respect to some of its inputs."""
+        at = np.array([program.first_read_at[v] for v in wrt], dtype=float)
+        return cls(at, np.array([program.nbytes[v] for v in wrt], dtype=float))
+
+    def room(self, cut: Sequence[Segment], nbytes: float) -> np.ndarray:
+        """Room for values of a size while the backward pass is in each of the segments.
+
+        A gradient has room for one value, if it is as large.
+        """
+        at = np.sort(self.at[self.nbytes >= nbytes])
+        return nbytes * np.searchsorted(at, [segment.end for segment in cut])
+
+
 def segmentations(
-    program: Program, held: Sequence[float], alone: Sequence[int]
+    program: Program,
+    held: Sequence[float],
+    alone: Sequence[int],
+    gradients: Gradients | None = None,
 ) -> list[tuple[Segment, ...]]:
     """Ways to cut a program.
 
@@ -61,6 +96,7 @@ def segmentations(
       program: what to cut.
       held: for each operation, the bytes that the derivative needs of what it makes.
       alone: operations that stand alone.
+      gradients: those whose room is there while they are not; None if there are none.
 
     Returns:
       Of the ways that were tried those that promise the least bytes when all is
@@ -82,7 +118,7 @@ def segmentations(
         for at in candidates:
             cut += [Segment(a, b) for a, b in way(at)]
         cut.sort(key=lambda segment: segment.start)
-        found[tuple(cut)] = places.least(cut)
+        found[tuple(cut)] = places.least(cut, gradients)
         return tuple(cut)
 
     for number in _NUMBERS:
@@ -147,14 +183,21 @@ class _Places:
         """The least bound for which there are cuts."""
         return max(self.held(a, b) for a, b in itertools.pairwise(at))
 
-    def least(self, cut: Sequence[Segment]) -> float:
+    def least(self, cut: Sequence[Segment], gradients: Gradients | None) -> float:
         """The bytes of a way to cut, if everything is computed again."""
-        before, most = 0.0, 0.0
-        for segment in cut:
-            if not segment.alone:
-                most = max(most, before + self.held(segment.start, segment.end))
-            before += float(self._kept(np.array([segment.start]), segment.end)[0])
-        return max(most, before)
+        if not cut:
+            return 0.0
+        starts = [segment.start for segment in cut]
+        made = np.searchsorted(starts, self.made, side="right") - 1
+        crosses = np.searchsorted(starts, self.used, side="right") - 1 > made
+        nbytes = self.nbytes[crosses]
+        through = np.bincount(made[crosses], nbytes, len(cut))
+        before = np.cumsum(through) - through
+        if gradients is not None:
+            before = before - gradients.room(cut, nbytes.max(initial=0.0))
+        held = [0.0 if s.alone else self.held(s.start, s.end) for s in cut]
+        most = float((np.maximum(before, 0.0) + np.array(held)).max())
+        return max(most, float(before[-1] + through[-1]))
 
     def best(self, at: list[int], bound: float) -> list[tuple[int, int]]:
         """The segments that hold no more than the bound and keep the least."""

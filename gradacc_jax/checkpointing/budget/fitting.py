@@ -135,6 +135,7 @@ def remat_to_fit(
         budget=parse_size("max_temp_bytes", max_temp_bytes),
         max_compiles=max_compiles,
         progress=_on_the_terminal if progress is None else progress,
+        returns_gradients=within is None,
     )
     fitted = Fitted(request)
     return fitted, fitted.fit(example_args)
@@ -195,7 +196,7 @@ class Fitted:
                 if key == traced.program.signature:
                     return now.run(plan, engine)
                 if key not in others:
-                    others[key] = now.plans(planner, request.argnums, request.has_aux)
+                    others[key] = request.plans(now, planner).frontier
                 return now.run(_no_larger(others[key], plan), engine)
 
             return request.bytes_of(trial, shapes)
@@ -267,8 +268,8 @@ class Fitted:
             flops=flops_of(chosen, *traced.shapes).total,
             plain_flops=plain,
             segments=tuple(map(segment_of, best.plan.pieces, best.plan.options)),
-            frontier=tuple(map(point, search.plans)),
-            policies={k: point(p) for k, p in search.fixed.items()},
+            frontier=tuple(map(point, search.plans.frontier)),
+            policies={k: point(p) for k, p in search.plans.fixed.items()},
             num_compiles=compiles,
             engine=engine,
         )
@@ -298,14 +299,9 @@ def _search_of(
         key, signature, search, planner = None, None, None, None
     if search is None or planner is None or signature != traced.program.signature:
         planner = Planner(rates_of(device))
-        fixed: dict[str, Plan] = {}
         # A backward pass is two of the forward.
         seconds = 3 * planner.seconds(traced.program)
-        search = Search(
-            traced.plans(planner, request.argnums, request.has_aux, fixed),
-            fixed,
-            seconds,
-        )
+        search = Search(request.plans(traced, planner), seconds)
     if key is not None:
         _searches[key] = traced.program.signature, search, planner
         while len(_searches) > _KNOWN:

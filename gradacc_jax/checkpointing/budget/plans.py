@@ -7,10 +7,12 @@ inputs and saved values of that segment and of all before it, and all that the
 derivative of this one needs:
 
 .. math::
-    M = \max_s \; \Big( \sum_{i < s} (x_i + k_i) + k_s + h_s \Big),
+    M = \max_s \; \Big( h_s + \Big( \sum_{i < s} (x_i + k_i) + k_s - g_s \Big)_+ \Big),
 
 with x what crosses into later segments, k what is kept and h what is held besides while
-the segment is computed again. In a loop all that is kept is kept once for every turn.
+the segment is computed again. Where the program returns gradients, those that are not
+yet written have room for g of what is kept. In a loop all that is kept is kept once for
+every turn.
 
 The plans from the smallest to the function as it is are found greedily: of all
 segments the next better choice that spares most seconds for a byte comes first. What
@@ -26,7 +28,7 @@ import numpy as np
 
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.budget.costs import Rates, again
-from gradacc_jax.checkpointing.budget.cuts import Segment, segmentations
+from gradacc_jax.checkpointing.budget.cuts import Gradients, Segment, segmentations
 from gradacc_jax.checkpointing.budget.loops import Loop, inner_lengths
 from gradacc_jax.checkpointing.budget.needs import needs_of
 from gradacc_jax.checkpointing.budget.programs import Program, is_nameable
@@ -145,6 +147,21 @@ class Plan:
         return self.kept + self.held
 
 
+class Plans(NamedTuple):
+    """The plans of a program.
+
+    Attributes:
+      frontier: those that no other beats in bytes and seconds, the fewest bytes first;
+        the last one leaves the program as it is.
+      smallest: the smallest of each cut, the fewest bytes first.
+      fixed: of each fixed policy, on the segments that suit it.
+    """
+
+    frontier: list[Plan]
+    smallest: list[Plan]
+    fixed: dict[str, Plan]
+
+
 def for_program(plan: Plan, program: Program) -> Plan:
     """The plan for another trace of the same program: equal operations, new objects."""
     pieces, options = [], []
@@ -180,16 +197,16 @@ class Planner:
         wrt: Sequence[int],
         turns: int = 1,
         towards: Sequence[int] | None = None,
-        fixed: dict[str, Plan] | None = None,
-    ) -> list[Plan]:
-        """The plans that no other beats in bytes and seconds, the fewest bytes first.
+        returned: bool = False,
+    ) -> "Plans":
+        """The plans of a program.
 
         Args:
           program: what to plan.
           wrt: the inputs that it is differentiated with respect to.
           turns: how often it runs, if it is the body of a loop.
           towards: which of its results are differentiated; None for all.
-          fixed: is given the plan of each fixed policy, on the segments that suit it.
+          returned: whether the gradients are results of the program that counts.
         """
         needs = needs_of(program, wrt, towards)
         is_wrt = [v in set(wrt) for v in range(program.num_inputs)]
@@ -210,14 +227,19 @@ class Planner:
                 if options and options[-1].kept > enough:
                     loops[i] = options, of_policies
                     alone.append(i)
+        gradients = Gradients.of(program, wrt) if returned else None
+        cuts = segmentations(program, held, alone, gradients)
         found: list[Plan] = []
-        for number, cut in enumerate(segmentations(program, held, alone)):
-            pieces = []
+        smallest: list[Plan] = []
+        fixed: dict[str, Plan] = {}
+        for number, cut in enumerate(cuts):
+            pieces, widest = [], 0.0
             for segment in cut:
                 part, inputs, outputs = program.part(segment.start, segment.end)
                 crossing = {
                     v for v in outputs if program.last_read_at[v] >= segment.end
                 }
+                widest = max([widest, *(program.nbytes[v] for v in crossing)])
                 if segment.alone:
                     as_it_is: Any = [Option(0, 0, 0, 0, Alone())], {}
                     options, of_policies = loops.get(segment.start, as_it_is)
@@ -246,14 +268,19 @@ class Planner:
                         of_policies,
                     )
                 )
-            ways = _Cut(program, number, tuple(pieces), turns)
-            found += ways.plans()
-            if fixed is not None:
-                for name in _POLICIES:
-                    plan = ways.fixed(name)
-                    if name not in fixed or plan.peak < fixed[name].peak:
-                        fixed[name] = plan
-        return _best(found, turns)
+            room = np.zeros(len(cut))
+            if gradients is not None:
+                room = gradients.room(cut, widest)
+            ways = _Cut(program, number, tuple(pieces), turns, room)
+            of_cut = _best(ways.plans(), turns)
+            found += of_cut
+            smallest.append(of_cut[0])
+            for name in _POLICIES:
+                plan = ways.fixed(name)
+                if name not in fixed or plan.peak < fixed[name].peak:
+                    fixed[name] = plan
+        smallest.sort(key=lambda p: (p.peak, p.cost))
+        return Plans(_best(found, turns), smallest, fixed)
 
     def seconds(self, program: Program) -> float:
         """What a program takes once."""
@@ -337,8 +364,7 @@ class Planner:
         if not wrt:
             return [], {}
         length, carry = loop.length, float(loop.carry_bytes)
-        of_policies: dict[str, Plan] = {}
-        plans = self.plans(loop.body, wrt, turns=length, fixed=of_policies)
+        plans = self.plans(loop.body, wrt, turns=length)
         needs = needs_of(loop.body, wrt)
         used = float(sum(loop.body.nbytes[v] for v in loop.carried if v in needs))
         found = []
@@ -356,7 +382,7 @@ class Planner:
                 Alone() if is_plain else InLoop(loop, plan, None),
             )
 
-        for plan in plans:
+        for plan in plans.frontier:
             found.append(whole(plan))
             kept = found[-1].kept / length
             for turns in inner_lengths(length):
@@ -376,7 +402,7 @@ class Planner:
         for option in found:
             if not best or option.cost < best[-1].cost:
                 best.append(option)
-        return best, {name: whole(plan) for name, plan in of_policies.items()}
+        return best, {name: whole(plan) for name, plan in plans.fixed.items()}
 
 
 _POLICIES = ("full", "dots", "dots_with_no_batch_dims")
@@ -405,10 +431,15 @@ class _Cut:
     """One way to cut a program, and the plans that it gives."""
 
     def __init__(
-        self, program: Program, number: int, pieces: tuple[Piece, ...], turns: int
+        self,
+        program: Program,
+        number: int,
+        pieces: tuple[Piece, ...],
+        turns: int,
+        room: np.ndarray,
     ):
         self.program, self.number, self.pieces = program, number, pieces
-        self.turns = turns
+        self.turns, self.room = turns, room
         self.crossing = np.array([p.crossing for p in pieces])
         self.kept = [np.array([o.kept for o in p.options]) for p in pieces]
         self.cost = [np.array([o.cost for o in p.options]) for p in pieces]
@@ -449,7 +480,7 @@ class _Cut:
         if self.turns > 1:
             return float(through.sum()), float(held.max())
         before = np.cumsum(through) - through
-        peak = float((before + kept + held).max())
+        peak = float((np.maximum(before + kept - self.room, 0) + held).max())
         total = float(through.sum())
         return min(total, peak), max(peak - total, 0.0)
 

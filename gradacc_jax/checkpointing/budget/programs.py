@@ -141,6 +141,15 @@ class Program:
         return tuple(at)
 
     @functools.cached_property
+    def first_read_at(self) -> tuple[int, ...]:
+        """For every value the first operation that reads it; their number for none."""
+        at = [len(self.operations)] * len(self.avals)
+        for i, operation in reversed(list(enumerate(self.operations))):
+            for v in operation.values:
+                at[v] = i
+        return tuple(at)
+
+    @functools.cached_property
     def last_read_at(self) -> tuple[int, ...]:
         """For every value the last operation that reads it; -1 for none."""
         at = [-1] * len(self.avals)

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from gradacc_jax.checkpointing.budget.traced import is_traced
+from gradacc_jax.checkpointing.budget.plans import Planner, Plans
+from gradacc_jax.checkpointing.budget.traced import Traced, is_traced
 from gradacc_jax.checkpointing.regions import Split
 
 PyTree = Any
@@ -27,6 +28,7 @@ class Request:
       budget: how many there may be.
       max_compiles: how many programs to compile at most.
       progress: told after each of them what it needs.
+      returns_gradients: whether the gradients are results of the program.
     """
 
     fun: Callable[..., PyTree]
@@ -36,6 +38,12 @@ class Request:
     budget: int
     max_compiles: int
     progress: Callable[[str], None]
+    returns_gradients: bool = False
+
+    def plans(self, traced: Traced, planner: Planner) -> Plans:
+        """The plans for the function, as it was traced."""
+        returned = self.returns_gradients
+        return traced.plans(planner, self.argnums, self.has_aux, returned)
 
     @property
     def name(self) -> str:

@@ -7,10 +7,10 @@ for the plans near them, and the next plan to be compiled is always the cheapest
 those that now seem to fit.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 import dataclasses
 
-from gradacc_jax.checkpointing.budget.plans import Plan
+from gradacc_jax.checkpointing.budget.plans import Plan, Plans
 from gradacc_jax.checkpointing.sizes import size_text
 
 # Of a budget: what is enough to be content with, unless so much of the time that all
@@ -20,8 +20,8 @@ _ENOUGH, _WORTH = 0.985, 0.01
 _CLEAR = 0.997
 # What seems to need so much more may fit all the same; and how many of these to try.
 _NEAR, _MISSES = 1.05, 3
-# Plans of least bytes to compile before a budget is given up.
-_LEAST = 4
+# Plans of least bytes to compile before a budget is given up, and of how many cuts.
+_LEAST, _CUTS = 6, 5
 # After so many that do not fit the least is compiled: predictions that are too high by
 # far would lead from one plan to the next, and never there.
 _BLIND = 2
@@ -44,21 +44,18 @@ class Search:
     """The plans of one program, and what is known of them.
 
     Args:
-      plans: the fewest bytes first; the last one leaves the program as it is.
-      fixed: plans of fixed policies, to be compared with.
+      plans: the plans.
       seconds: what the program takes as it is, forward and backward.
     """
 
-    def __init__(
-        self, plans: Sequence[Plan], fixed: Mapping[str, Plan], seconds: float
-    ):
-        self.plans, self.fixed, self.seconds = plans, fixed, seconds
+    def __init__(self, plans: Plans, seconds: float):
+        self.plans, self.seconds = plans, seconds
         self.trials: list[Trial] = []
 
     @property
     def plain(self) -> Trial:
         """The program as it is."""
-        return next(t for t in self.trials if t.plan is self.plans[-1])
+        return next(t for t in self.trials if t.plan is self.plans.frontier[-1])
 
     def fit(
         self,
@@ -124,16 +121,17 @@ class Search:
     def _next(self, budget: int, best: Trial | None) -> Plan | None:
         """What to compile next; None if nothing promises to be better."""
         tried = {id(t.plan) for t in self.trials}
-        if id(self.plans[-1]) not in tried:
-            return self.plans[-1]
-        left = [p for p in self.plans if id(p) not in tried]
+        smallest, *_, plain = self.plans.frontier
+        if id(plain) not in tried:
+            return plain
+        left = [p for p in self.plans.frontier if id(p) not in tried]
         is_content = best is not None and best.nbytes >= _ENOUGH * budget
         if best is not None:
             worth = _WORTH * self.seconds if is_content else 0.0
             left = [p for p in left if p.cost < best.plan.cost - worth]
         failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
-        if best is None and len(failed) >= _BLIND and id(self.plans[0]) not in tried:
-            return self.plans[0]
+        if best is None and len(failed) >= _BLIND and id(smallest) not in tried:
+            return smallest
         seems = {id(p): self.estimate(p) for p in left}
         fitting = [p for p in left if seems[id(p)] <= _CLEAR * budget]
         if fitting:
@@ -144,10 +142,14 @@ class Search:
             return self._near_miss(budget, best, left, seems)
         # Nothing fits yet. The least bytes may be those of another cut than it seems.
         least = min((t.nbytes for t in failed), default=float("inf"))
-        hopeful = [p for p in left if min(p.peak, seems[id(p)]) < least]
-        if len(failed) >= _LEAST or not hopeful:
+        if len(failed) >= _LEAST:
             return None
-        return min(hopeful, key=lambda p: seems[id(p)])
+        cuts = {t.plan.cut for t in failed}
+        others = [p for p in self.plans.smallest if p.cut not in cuts]
+        if len(cuts) < _CUTS and others and others[0].peak < least:
+            return others[0]
+        hopeful = [p for p in left if seems[id(p)] < least]
+        return min(hopeful, key=lambda p: seems[id(p)], default=None)
 
     def _near_miss(
         self, budget: int, best: Trial, left: list[Plan], seems: dict[int, float]

@@ -9,7 +9,7 @@ import numpy as np
 
 from gradacc_jax.checkpointing.budget.apply import Engine, checkpointed, run_plan
 from gradacc_jax.checkpointing.budget.needs import shape_of
-from gradacc_jax.checkpointing.budget.plans import Plan, Planner, for_program
+from gradacc_jax.checkpointing.budget.plans import Plan, Planner, Plans, for_program
 from gradacc_jax.checkpointing.budget.programs import Program, is_floating, results
 from gradacc_jax.checkpointing.budget.programs import run as run_operations
 from gradacc_jax.checkpointing.regions import Split, is_array
@@ -55,12 +55,15 @@ class Traced:
         planner: Planner,
         argnums: Sequence[int],
         has_aux: bool,
-        fixed: dict[str, Plan] | None = None,
-    ) -> list[Plan]:
-        """The plans for this program; those of fixed policies go into ``fixed``."""
-        towards = [0] if has_aux else None
-        wrt = self.wrt(argnums)
-        return planner.plans(self.program, wrt, towards=towards, fixed=fixed)
+        returned: bool = False,
+    ) -> Plans:
+        """The plans for this program; see :meth:`Planner.plans`."""
+        return planner.plans(
+            self.program,
+            self.wrt(argnums),
+            towards=[0] if has_aux else None,
+            returned=returned,
+        )
 
     def run(self, plan: Plan, engine: Engine) -> PyTree:
         """The function's result, by a plan for this program or one that is alike."""
