@@ -1,6 +1,7 @@
 """Plans for all kinds of functions: the same values and gradients."""
 
 import functools
+import itertools
 
 import chex
 import jax
@@ -298,6 +299,77 @@ def test_a_long_loop_becomes_one_of_loops_also_of_a_prime_number_of_turns(
     assert any(way.turns is not None for way in loops)
     wanted = quick(jax.grad(loss, (0, 1)), w, x)
     for plan in plans[:2]:
+        made = quick(jax.grad(by(plan, loss), (0, 1)), w, x)
+        chex.assert_trees_all_close(made, wanted, **TOLERANCE)
+
+
+def several_at_once(plans):
+    """The plans of which a loop's body is several turns that do not all do the same."""
+    for plan in plans:
+        for option in plan.options:
+            if isinstance(option.way, InLoop) and option.way.loop.at_once > 1:
+                yield plan, option
+                break
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [36, 39, 50])
+def test_turns_that_keep_and_turns_that_do_not_are_in_one_loop(length, reverse):
+    w, x = 0.3 * jnp.eye(8), jnp.linspace(-1, 1, length).reshape(length, 1, 1)
+    keys = jax.random.split(jax.random.key(0), length)
+
+    def loss(w, x):
+        def cell(carry, inputs):
+            (h, turn, _), (x, key) = carry, inputs
+            mask = jax.random.bernoulli(key, 0.5, h.shape)
+            h = jnp.where(mask, jnp.tanh(jnp.sin(h @ w) + x), h)
+            return (h, turn + 1, 1.0), {"sum": jnp.sum(h), "key": key, "turn": turn}
+
+        start = jnp.ones((3, 8)), 0, 0.0
+        carry, made = lax.scan(cell, start, (x, keys), reverse=reverse)
+        weights = made["turn"].astype(float) + jnp.linspace(0, 1, length)
+        total = jnp.sum(carry[0] ** 2) + jnp.vdot(made["sum"], weights)
+        return total / length**2, made
+
+    gradient = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+    wanted = quick(gradient(loss), w, x)
+    plans = list(several_at_once(plans_of(loss, w, x, has_aux=True)))
+    assert plans
+    assert all(length % option.way.loop.at_once == 0 for _, option in plans)
+    for plan, _ in [plans[0], plans[-1]]:
+        made = quick(gradient(by(plan, loss)), w, x)
+        for (_, aux), _ in (made, wanted):
+            aux["key"] = jax.random.key_data(aux["key"])
+        chex.assert_trees_all_close(made, wanted, **TOLERANCE)
+
+
+def test_a_loop_keeps_more_where_there_is_room_for_some_of_its_turns():
+    loss, w, x = recurrent(64)
+    plans = plans_of(loss, w, x)
+    peaks = [plan.peak for plan in plans]
+    steps = [b - a for a, b in itertools.pairwise(peaks)]
+    # Four turns at a time: no step is as large as what one value takes in all turns.
+    assert max(steps) < 64 * 3 * 8 * 4 / 2
+
+
+def test_loops_in_loops_are_planned_once_and_give_the_same():
+    w, x = 0.3 * jnp.eye(8), jnp.ones((12, 3, 8))
+
+    def loss(w, x):
+        def outer(h, x):
+            def inner(h, _):
+                return jnp.tanh(jnp.sin(h @ w) + x), None
+
+            h, _ = lax.scan(inner, h, length=8)
+            return jnp.sin(h), None
+
+        return jnp.mean(lax.scan(outer, jnp.ones((3, 8)), x)[0] ** 2)
+
+    planner = Planner(RATES)
+    plans = Traced(loss, (w, x)).plans(planner, [0], False).frontier
+    assert len(planner._loops) == 2
+    wanted = quick(jax.grad(loss, (0, 1)), w, x)
+    for plan in plans[:: max(len(plans) // 4, 1)]:
         made = quick(jax.grad(by(plan, loss), (0, 1)), w, x)
         chex.assert_trees_all_close(made, wanted, **TOLERANCE)
 

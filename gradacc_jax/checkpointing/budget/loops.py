@@ -3,7 +3,9 @@
 A loop is one operation of its program, and its body a program of its own. What the body
 keeps is kept once for every turn. A loop of n turns can be made one of m turns of a
 loop of n / m: kept are then the carries of the outer loop, and what one of the inner
-loops keeps, at the price of one more forward pass.
+loops keeps, at the price of one more forward pass. And its body can be several turns at
+a time, which need not all keep the same: between what every turn keeps and what none
+does there is then something in the middle.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
+import jax.numpy as jnp
 
 from gradacc_jax.checkpointing.budget.needs import shape_of
 from gradacc_jax.checkpointing.budget.programs import (
@@ -22,22 +25,25 @@ from gradacc_jax.checkpointing.budget.programs import (
     num_bytes,
 )
 
+_AT_ONCE = 4
+
 
 class Loop:
     """A ``scan``: its body, and which of its inputs are which.
 
     Args:
       operation: the operation.
+      at_once: how many turns its body is; a divisor of their number.
     """
 
-    def __init__(self, operation: Operation):
+    def __init__(self, operation: Operation, at_once: int = 1):
         eqn = operation.eqn
-        self.eqn = eqn
+        self.eqn, self.at_once = eqn, at_once
         closed = eqn.params["jaxpr"]
         self.consts = list(getattr(closed, "consts", ()))
-        self.body = Program.of(closed)
-        self.length: int = eqn.params["length"]
-        inner = [aval.shape for aval in self.body.avals[: self.body.num_inputs]]
+        turn = Program.of(closed)
+        self.length: int = eqn.params["length"] // at_once
+        inner = [aval.shape for aval in turn.avals[: turn.num_inputs]]
         inner = inner[len(self.consts) :]
         outer = [atom.aval.shape for atom in eqn.invars]
         made = [v.aval.shape for v in getattr(closed, "jaxpr", closed).outvars]
@@ -48,6 +54,7 @@ class Loop:
             len(v.aval.shape) == len(b) for v, b in zip(eqn.outvars, made)
         )
         self.num_constant = len(inner) - num_scanned - self.num_carried
+        self.body = turn if at_once == 1 else self._several(turn)
 
     @property
     def carried(self) -> range:
@@ -87,7 +94,7 @@ class Loop:
             traced = jax.make_jaxpr(lambda *args: body(*self.consts, *args))(
                 *map(shape_of, inner)
             )
-            if traced.consts:
+            if traced.consts or self.at_once > 1:
                 return self._scan(body, inputs)
             return bind(self.eqn, inputs, jaxpr=traced)
 
@@ -99,7 +106,7 @@ class Loop:
         turns: int,
         again: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> Callable[..., list[Any]]:
-        """The loop as one of loops of ``turns`` each, and one for the rest.
+        """The loop, of one turn at a time, as one of loops and one for the rest.
 
         Args:
           body: of a single turn.
@@ -157,20 +164,79 @@ class Loop:
         consts = inputs[:split]
         carry = list(inputs[split : split + self.num_carried])
 
+        scanned = list(inputs[split + self.num_carried :])
+        several = self.at_once
+
         def step(carry: Any, x: Any) -> tuple[Any, Any]:
             made = body(*self.consts, *consts, *carry, *x)
-            return made[: self.num_carried], made[self.num_carried :]
+            ys = made[self.num_carried :]
+            if several > 1:
+                each = range(0, len(ys), several)
+                ys = [jnp.stack(ys[i : i + several]) for i in each]
+            return made[: self.num_carried], ys
 
+        if several > 1:
+            scanned = [x.reshape(-1, several, *x.shape[1:]) for x in scanned]
         params = self.eqn.params
+        as_it_was = turns is None and several == 1
         carry, ys = lax.scan(
             step,
             carry,
-            list(inputs[split + self.num_carried :]),
+            scanned,
             length=self.length if turns is None else turns,
             reverse=params["reverse"],
-            unroll=params["unroll"] if turns is None else 1,
+            unroll=params["unroll"] if as_it_was else 1,
         )
+        if several > 1:
+            ys = [y.reshape(-1, *y.shape[2:]) for y in ys]
         return [*carry, *ys]
+
+    def _several(self, turn: Program) -> Program:
+        """Several turns as one program.
+
+        What is scanned over comes in whole, and is taken apart where it is read. What
+        is made in every turn comes out one by one.
+        """
+        start = len(self.consts) + self.num_constant
+        fixed, carry = list(range(start)), list(self.carried)
+        avals = list(turn.avals[: start + self.num_carried])
+        operations: list[Operation] = []
+        scanned = []
+        for aval in turn.avals[start + self.num_carried : turn.num_inputs]:
+            scanned.append(len(avals))
+            avals.append(aval.update(shape=(self.at_once, *aval.shape)))
+        num_inputs = len(avals)
+
+        def add(part: Program, inputs: Sequence[Any]) -> list[Any]:
+            new = part.avals[part.num_inputs :]
+            at = [*inputs, *range(len(avals), len(avals) + len(new))]
+            avals.extend(new)
+
+            def read(atom: Any) -> Any:
+                return at[atom] if isinstance(atom, int) else atom
+
+            operations.extend(
+                operation._replace(
+                    inputs=tuple(map(read, operation.inputs)),
+                    outputs=tuple(map(read, operation.outputs)),
+                )
+                for operation in part.operations
+            )
+            return list(map(read, part.outputs))
+
+        made: dict[int, list[Any]] = {}
+        order = range(self.at_once)
+        for i in reversed(order) if self.eqn.params["reverse"] else order:
+            x = []
+            for v in scanned:
+                take = functools.partial(
+                    lax.index_in_dim, index=i, axis=0, keepdims=False
+                )
+                x += add(Program.of(jax.make_jaxpr(take)(shape_of(avals[v]))), [v])
+            out = add(turn, [*fixed, *carry, *x])
+            carry, made[i] = out[: self.num_carried], out[self.num_carried :]
+        ys = [y for of_turns in zip(*(made[i] for i in order)) for y in of_turns]
+        return Program(tuple(operations), tuple(avals), num_inputs, (*carry, *ys))
 
 
 def inner_lengths(length: int) -> list[int]:
@@ -181,3 +247,8 @@ def inner_lengths(length: int) -> list[int]:
     if not any(root / 2 <= d <= 2 * root for d in near) and root > 1:
         near.append(root)
     return near
+
+
+def turns_at_once(length: int) -> int:
+    """How many turns a body may be, if not one: few, or it takes long to compile."""
+    return max(d for d in range(1, _AT_ONCE + 1) if length % d == 0)

@@ -21,6 +21,7 @@ is then left of a number of bytes is filled with whatever fits.
 
 from collections.abc import Sequence
 import dataclasses
+import itertools
 import math
 from typing import Any, NamedTuple
 
@@ -29,9 +30,13 @@ import numpy as np
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.budget.costs import Rates, again
 from gradacc_jax.checkpointing.budget.cuts import Gradients, Segment, segmentations
-from gradacc_jax.checkpointing.budget.loops import Loop, inner_lengths
+from gradacc_jax.checkpointing.budget.loops import Loop, inner_lengths, turns_at_once
 from gradacc_jax.checkpointing.budget.needs import needs_of
-from gradacc_jax.checkpointing.budget.programs import Program, is_nameable
+from gradacc_jax.checkpointing.budget.programs import (
+    Operation,
+    Program,
+    is_nameable,
+)
 from gradacc_jax.checkpointing.budget.solve import Choice, Problem, Task, pareto
 
 _LEVELS = 24
@@ -153,12 +158,12 @@ class Plans(NamedTuple):
     Attributes:
       frontier: those that no other beats in bytes and seconds, the fewest bytes first;
         the last one leaves the program as it is.
-      smallest: the smallest of each cut, the fewest bytes first.
+      cuts: the frontier of each cut alone, that of the fewest bytes first.
       fixed: of each fixed policy, on the segments that suit it.
     """
 
     frontier: list[Plan]
-    smallest: list[Plan]
+    cuts: list[list[Plan]]
     fixed: dict[str, Plan]
 
 
@@ -169,7 +174,7 @@ def for_program(plan: Plan, program: Program) -> Plan:
         segment = piece.segment
         part, inputs, outputs = program.part(segment.start, segment.end)
         if isinstance(option.way, InLoop):
-            loop = Loop(part.operations[0])
+            loop = Loop(part.operations[0], option.way.loop.at_once)
             inner = for_program(option.way.plan, loop.body)
             way = InLoop(loop, inner, option.way.turns)
             option = dataclasses.replace(option, way=way)
@@ -190,6 +195,7 @@ class Planner:
     def __init__(self, rates: Rates):
         self.rates = rates
         self._solved: dict[Any, tuple[list[Option], dict[str, Option]]] = {}
+        self._loops: dict[Any, Any] = {}  # with their equations, or ids are others'
 
     def plans(
         self,
@@ -223,14 +229,13 @@ class Planner:
                 alone.append(i)
             elif operation.name == "scan" and operation.eqn.params["length"] > 1:
                 given = [isinstance(v, int) and active[v] for v in operation.inputs]
-                options, of_policies = self._loop(Loop(operation), given)
+                options, of_policies = self._loop(operation, given)
                 if options and options[-1].kept > enough:
                     loops[i] = options, of_policies
                     alone.append(i)
         gradients = Gradients.of(program, wrt) if returned else None
         cuts = segmentations(program, held, alone, gradients)
-        found: list[Plan] = []
-        smallest: list[Plan] = []
+        of_cuts: list[list[Plan]] = []
         fixed: dict[str, Plan] = {}
         for number, cut in enumerate(cuts):
             pieces, widest = [], 0.0
@@ -272,15 +277,13 @@ class Planner:
             if gradients is not None:
                 room = gradients.room(cut, widest)
             ways = _Cut(program, number, tuple(pieces), turns, room)
-            of_cut = _best(ways.plans(), turns)
-            found += of_cut
-            smallest.append(of_cut[0])
+            of_cuts.append(_best(ways.plans(), turns))
             for name in _POLICIES:
                 plan = ways.fixed(name)
                 if name not in fixed or plan.peak < fixed[name].peak:
                     fixed[name] = plan
-        smallest.sort(key=lambda p: (p.peak, p.cost))
-        return Plans(_best(found, turns), smallest, fixed)
+        of_cuts.sort(key=lambda plans: (plans[0].peak, plans[0].cost))
+        return Plans(_best([*itertools.chain(*of_cuts)], turns), of_cuts, fixed)
 
     def seconds(self, program: Program) -> float:
         """What a program takes once."""
@@ -357,6 +360,25 @@ class Planner:
         )
 
     def _loop(
+        self, operation: Operation, active: Sequence[bool]
+    ) -> tuple[list[Option], dict[str, Option]]:
+        """The choices for a loop, in one of its turns or in several at a time."""
+        # A loop in the body of a loop is there as often as its body has turns.
+        key = id(operation.eqn), tuple(active)
+        if key in self._loops:
+            return self._loops[key][1]
+        options, of_policies = self._of_loop(Loop(operation), active)
+        at_once = turns_at_once(operation.eqn.params["length"])
+        if at_once > 1 and options:
+            options = options + self._of_loop(Loop(operation, at_once), active)[0]
+        best: list[Option] = []
+        for option in sorted(options, key=lambda o: (o.kept + o.held, o.cost)):
+            if not best or option.cost < best[-1].cost:
+                best.append(option)
+        self._loops[key] = operation.eqn, (best, of_policies)
+        return self._loops[key][1]
+
+    def _of_loop(
         self, loop: Loop, active: Sequence[bool]
     ) -> tuple[list[Option], dict[str, Option]]:
         """The choices for a loop: its body by any plan, and loops of loops."""
@@ -385,7 +407,7 @@ class Planner:
         for plan in plans.frontier:
             found.append(whole(plan))
             kept = found[-1].kept / length
-            for turns in inner_lengths(length):
+            for turns in inner_lengths(length) if loop.at_once == 1 else ():
                 outer, rest = divmod(length, turns)
                 copied = float(loop.sliced_bytes) if rest else 0.0
                 found.append(
@@ -397,12 +419,7 @@ class Planner:
                         InLoop(loop, plan, turns),
                     )
                 )
-        found.sort(key=lambda o: (o.kept + o.held, o.cost))
-        best: list[Option] = []
-        for option in found:
-            if not best or option.cost < best[-1].cost:
-                best.append(option)
-        return best, {name: whole(plan) for name, plan in plans.fixed.items()}
+        return found, {name: whole(plan) for name, plan in plans.fixed.items()}
 
 
 _POLICIES = ("full", "dots", "dots_with_no_batch_dims")

@@ -45,12 +45,14 @@ class Operation(NamedTuple):
       inputs: numbers of values, and literals.
       outputs: the numbers of what it makes.
       sites: the calls that it stood in, outermost first, and the equation.
+      kind: what there is to say of the equation that is the same for equal ones.
     """
 
     eqn: Any
     inputs: tuple[Any, ...]
     outputs: tuple[int, ...]
     sites: tuple[Any, ...]
+    kind: tuple[Any, ...]
 
     @property
     def name(self) -> str:
@@ -103,7 +105,7 @@ class Program:
                     made = inline(inner, given, where)
                 else:
                     made = tuple(new(eqn.outvars))
-                    operations.append(Operation(eqn, given, made, where))
+                    operations.append(Operation(eqn, given, made, where, _kind(eqn)))
                 at |= zip(eqn.outvars, made, strict=True)
             return tuple(map(read, jaxpr.outvars))
 
@@ -114,12 +116,12 @@ class Program:
     @functools.cached_property
     def signature(self) -> tuple[Any, ...]:
         """Equal for programs that one plan fits: the same operations and shapes."""
-        shapes = tuple(map(_shape, self.avals))
-        return (
-            shapes,
-            tuple(map(_kind, self.operations)),
-            tuple(map(_atom, self.outputs)),
+        operations = tuple(
+            (operation.kind, tuple(map(_atom, operation.inputs)), operation.outputs)
+            for operation in self.operations
         )
+        shapes = tuple(map(_shape, self.avals))
+        return shapes, operations, tuple(map(_atom, self.outputs))
 
     @functools.cached_property
     def nbytes(self) -> tuple[int, ...]:
@@ -291,9 +293,8 @@ def _inlined(eqn: Any) -> Any:
     return getattr(closed, "jaxpr", closed)
 
 
-def _kind(operation: Operation) -> tuple[Any, ...]:
-    """What there is to say of an operation that is the same for equal ones."""
-    eqn = operation.eqn
+def _kind(eqn: Any) -> tuple[Any, ...]:
+    """See :class:`Operation`."""
     plain = [
         (k, v)
         for k, v in sorted(eqn.params.items())
@@ -301,8 +302,7 @@ def _kind(operation: Operation) -> tuple[Any, ...]:
         and k not in ("name", "branches")
     ]
     inside = [Program.of(j).signature for j in core.jaxprs_in_params(eqn.params)]
-    inputs = tuple(map(_atom, operation.inputs))
-    return eqn.primitive.name, inputs, operation.outputs, repr(plain), tuple(inside)
+    return eqn.primitive.name, repr(plain), tuple(inside)
 
 
 def _atom(atom: Any) -> Any:
@@ -310,4 +310,5 @@ def _atom(atom: Any) -> Any:
 
 
 def _shape(aval: Any) -> tuple[Any, ...]:
-    return getattr(aval, "shape", ()), str(getattr(aval, "dtype", aval))
+    dtype = getattr(aval, "dtype", None)
+    return getattr(aval, "shape", ()), str(aval) if dtype is None else dtype

@@ -182,7 +182,9 @@ def _what(option: Option) -> str:
             return f"computed again, {len(saved)} saved" if saved else "computed again"
         case InLoop(loop, plan, turns):
             again = sum(not isinstance(o.way, Alone) for o in plan.options)
-            what = f"loop of {loop.length}"
+            what = f"loop of {loop.length * loop.at_once}"
+            if loop.at_once > 1:
+                what += f", {loop.at_once} turns at a time"
             if turns is not None:
                 outer, rest = divmod(loop.length, turns)
                 what += f" as {outer} of {turns}" + (

@@ -13,13 +13,16 @@ import dataclasses
 from gradacc_jax.checkpointing.budget.plans import Plan, Plans
 from gradacc_jax.checkpointing.sizes import size_text
 
-# Of a budget: what is enough to be content with, unless so much of the time that all
-# takes could be spared; and what to keep clear of while nothing better is known than a
-# prediction.
-_ENOUGH, _WORTH = 0.985, 0.01
-_CLEAR = 0.997
+# Of a budget: what is enough to be content with; and what to keep clear of as long as
+# there are only predictions.
+_ENOUGH, _CLEAR = 0.985, 0.997
+# Of the time that all takes: what must be spared for another compilation, if the budget
+# is used as it is, or the plan does not even seem to fit.
+_WORTH, _LITTLE = 0.01, 0.001
 # What seems to need so much more may fit all the same; and how many of these to try.
 _NEAR, _MISSES = 1.05, 3
+# What needs so much more tells nothing of plans near the budget.
+_FAR = 1.25
 # Plans of least bytes to compile before a budget is given up, and of how many cuts.
 _LEAST, _CUTS = 6, 5
 # After so many that do not fit the least is compiled: predictions that are too high by
@@ -50,6 +53,9 @@ class Search:
 
     def __init__(self, plans: Plans, seconds: float):
         self.plans, self.seconds = plans, seconds
+        self.candidates = [
+            p for cut in plans.cuts for p in cut if p.cost or p is plans.frontier[-1]
+        ]
         self.trials: list[Trial] = []
 
     @property
@@ -124,46 +130,59 @@ class Search:
         smallest, *_, plain = self.plans.frontier
         if id(plain) not in tried:
             return plain
-        left = [p for p in self.plans.frontier if id(p) not in tried]
-        is_content = best is not None and best.nbytes >= _ENOUGH * budget
-        if best is not None:
-            worth = _WORTH * self.seconds if is_content else 0.0
-            left = [p for p in left if p.cost < best.plan.cost - worth]
+        left = [p for p in self.candidates if id(p) not in tried]
         failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
         if best is None and len(failed) >= _BLIND and id(smallest) not in tried:
             return smallest
         seems = {id(p): self.estimate(p) for p in left}
-        fitting = [p for p in left if seems[id(p)] <= _CLEAR * budget]
+        if best is None:
+            cheaper = left
+        else:
+            is_content = best.nbytes >= _ENOUGH * budget
+            worth = _WORTH * self.seconds if is_content else 0.0
+            cheaper = [p for p in left if p.cost < best.plan.cost - worth]
+        fitting = [p for p in cheaper if seems[id(p)] <= _CLEAR * budget]
         if fitting:
             return min(fitting, key=lambda p: p.cost)
-        if is_content:
-            return None
         if best is not None:
-            return self._near_miss(budget, best, left, seems)
+            return self._near_miss(budget, best, cheaper, seems)
         # Nothing fits yet. The least bytes may be those of another cut than it seems.
         least = min((t.nbytes for t in failed), default=float("inf"))
         if len(failed) >= _LEAST:
             return None
         cuts = {t.plan.cut for t in failed}
-        others = [p for p in self.plans.smallest if p.cut not in cuts]
+        others = [cut[0] for cut in self.plans.cuts if cut[0].cut not in cuts]
         if len(cuts) < _CUTS and others and others[0].peak < least:
             return others[0]
         hopeful = [p for p in left if seems[id(p)] < least]
         return min(hopeful, key=lambda p: seems[id(p)], default=None)
 
     def _near_miss(
-        self, budget: int, best: Trial, left: list[Plan], seems: dict[int, float]
+        self, budget: int, best: Trial, cheaper: list[Plan], seems: dict[int, float]
     ) -> Plan | None:
-        """A cheaper plan that nearly seems to fit, since predictions are rough."""
+        """A cheaper plan that nearly seems to fit, since predictions are rough.
+
+        They are roughest for cuts of which nothing was compiled, so these come first,
+        and alone where the budget is used as it is.
+        """
         missed = [
             t
             for t in self.trials
-            if t.plan.cost < best.plan.cost and budget < t.nbytes <= _NEAR * budget
+            if t.plan.cost < best.plan.cost and budget < t.nbytes <= _FAR * budget
         ]
-        near = [p for p in left if seems[id(p)] <= _NEAR * budget]
-        if len(missed) >= _MISSES or not near:
+        if len(missed) >= _MISSES:
             return None
-        return min(near, key=lambda p: seems[id(p)])
+
+        def cheaper_by(part: float) -> list[Plan]:
+            most = best.plan.cost - part * self.seconds
+            return [p for p in near if p.cost < most]
+
+        near = [p for p in cheaper if seems[id(p)] <= _NEAR * budget]
+        known = {t.plan.cut for t in self.trials if t.nbytes <= _FAR * budget}
+        found = [p for p in cheaper_by(_WORTH) if p.cut not in known]
+        if not found and best.nbytes < _ENOUGH * budget:
+            found = cheaper_by(_LITTLE)
+        return min(found, key=lambda p: seems[id(p)], default=None)
 
 
 def _text(nbytes: float) -> str:
