@@ -564,14 +564,17 @@ def _translated(function: Callable[..., Any]) -> Policy | None:
 def is_decision(prim: Any, avals: tuple[Any, ...]) -> bool:
     """Whether the operation makes a decision that a second pass might make otherwise.
 
-    Sorting counts where floats put integers in order: ``jnp.argsort``.
+    Sorting counts where floats put integers in order: ``jnp.argsort``; but not where
+    they put complex numbers in order too, which JAX cannot save.
     """
     if prim.name != "sort":
         return prim.name in _DECISIONS
-    kinds = [getattr(aval, "dtype", None) for aval in avals]
-    return any(k is not None and jnp.issubdtype(k, jnp.floating) for k in kinds) and (
-        any(k is not None and jnp.issubdtype(k, jnp.integer) for k in kinds)
-    )
+    kinds = [aval.dtype for aval in avals if hasattr(aval, "dtype")]
+
+    def has(kind: Any) -> bool:
+        return any(jnp.issubdtype(k, kind) for k in kinds)
+
+    return has(jnp.floating) and has(jnp.integer) and not has(jnp.complexfloating)
 
 
 def _is_policy(other: Any) -> bool:

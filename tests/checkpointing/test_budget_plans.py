@@ -193,6 +193,18 @@ def test_complex_values_are_computed_again_or_left():
     check(fun, jnp.eye(16) / 2, jnp.ones((64, 16)))
 
 
+def test_complex_values_in_the_order_of_others_are_sorted_again():
+    def loss(w, x):
+        for layer in w:
+            y = jnp.tanh(x @ layer)
+            z = lax.complex(y[:, 0], y[:, 1])
+            _, z = lax.sort((lax.stop_gradient(y[:, 2]), z), num_keys=1)
+            x = jnp.sin(y + jnp.abs(z)[:, None])
+        return jnp.mean(x**2)
+
+    check(loss, *layers())
+
+
 def test_integers_and_what_is_not_differentiated_come_back():
     def fun(w, x):
         y = x
@@ -350,6 +362,45 @@ def test_a_loop_keeps_more_where_there_is_room_for_some_of_its_turns():
     steps = [b - a for a, b in itertools.pairwise(peaks)]
     # Four turns at a time: no step is as large as what one value takes in all turns.
     assert max(steps) < 64 * 3 * 8 * 4 / 2
+
+
+def test_of_a_loops_body_all_ways_to_choose_are_looked_at():
+    loss, w, x = recurrent(64)
+    for plan in plans_of(loss, w, x):
+        for option in plan.options:
+            if isinstance(option.way, InLoop) and option.way.loop.at_once == 1:
+                body = option.way.plan
+                ways = itertools.product(*(piece.options for piece in body.pieces))
+                fits = [way for way in ways if sum(o.kept for o in way) <= body.kept]
+                smaller = [w for w in fits if max(o.held for o in w) <= body.held]
+                costs = [sum(o.cost for o in way) for way in smaller]
+                assert min(costs, default=body.cost) >= body.cost * (1 - 1e-9)
+
+
+def test_arrays_without_elements_go_through_loops_and_every_engine():
+    def loss(w, x):
+        def turn(carry, empty):
+            nothing, h = carry
+            h = h + jnp.sin(jnp.tanh(h @ w) @ w) @ w
+            return (jnp.tanh(nothing + empty), h), nothing
+
+        empty = jnp.zeros((6, 16, 0))
+        (nothing, h), made = lax.scan(turn, (x[:, :0], x), empty)
+        return jnp.mean(h**2) + jnp.sum(nothing) + jnp.sum(made)
+
+    def in_a_row(w, x):
+        nothing = x[:, :0]
+        for layer in w:
+            nothing = jnp.tanh(nothing)
+            x = x + jnp.sin(jnp.tanh(x @ layer)) @ layer
+            x = jnp.concatenate([jnp.tanh(x), nothing], -1)
+        return jnp.mean(x**2)
+
+    w, x = layers()
+    for plan in plans_of(loss, w[0], x):
+        quick(jax.grad(by(plan, loss)), w[0], x)
+    for engine in ENGINES.values():
+        check(in_a_row, w, x, engine=engine)
 
 
 def test_loops_in_loops_are_planned_once_and_give_the_same():

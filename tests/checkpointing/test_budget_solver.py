@@ -79,3 +79,23 @@ def test_a_fixed_policy_saves_its_own_values_where_they_are_needed():
     problem = Problem(tasks, {1}, lambda v: 1)
     assert problem.saving({0, 2}) == Choice(frozenset({0}), frozenset({1}), 1, 5)
     assert problem.saving({1}) == Choice(frozenset({1}), frozenset(), 1, 0)
+
+
+def test_choices_above_the_frontier_are_there_for_loops():
+    problem = Problem(
+        [Task((), (0,), 10), Task((), (1,), 5)], {0, 1}, [10, 6].__getitem__
+    )
+    corners = problem.frontier()
+    assert [(c.nbytes, c.cost) for c in corners] == [(0, 15), (10, 5), (16, 0)]
+    found = pareto(problem.subsets(corners))
+    assert [(c.nbytes, c.cost) for c in found] == [(0, 15), (6, 10), (10, 5), (16, 0)]
+
+
+@given(problems())
+def test_subsets_are_choices_that_are_allowed(problem):
+    for choice in problem.subsets(problem.frontier()):
+        there = set(choice.saved)
+        for t in sorted(choice.again):
+            assert there.issuperset(problem.tasks[t].inputs)
+            there |= set(problem.tasks[t].outputs)
+        assert there >= problem.needed

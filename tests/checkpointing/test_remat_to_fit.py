@@ -113,6 +113,38 @@ def deep(params, x):
     return jnp.mean(x**2)
 
 
+def test_gradients_have_room_for_what_is_kept_until_they_are_written():
+    ws, x = [jnp.eye(64)] * 24, jnp.ones((64, 64))
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(x @ w)))) @ w.T
+        return jnp.mean(x**2)
+
+    def blocks(ws, x):
+        for w in ws:
+            x = jax.checkpoint(
+                lambda x, w: x + jnp.sin(jnp.tanh(jnp.sin(jnp.tanh(x @ w)))) @ w.T
+            )(x, w)
+        return jnp.mean(x**2)
+
+    # The inputs of 24 blocks are as large as 24 gradients: most of them cost nothing,
+    # and blocks one by one need less than fewer, larger segments.
+    by_hand = temporaries(blocks, ws, x)
+    assert by_hand < 6 * x.nbytes
+    assert least(loss, ws, x) <= by_hand + x.nbytes
+    # Where gradients are no results, they have no room for others.
+    kept = least(loss, ws, x, within=lambda f, *args: jax.jit(norms_of(f)).lower(*args))
+    assert kept > 2 * by_hand
+
+
+def norms_of(fun):
+    def norms(*args):
+        return jax.tree.map(jnp.linalg.norm, jax.grad(fun)(*args))
+
+    return norms
+
+
 @pytest.mark.parametrize("part", [0.99, 0.95, 0.8])
 def test_a_budget_is_met_where_predictions_are_too_high_by_far(part):
     # Small arrays, of which XLA fuses most.
@@ -132,6 +164,92 @@ def test_a_budget_is_met_where_predictions_are_too_high_by_far(part):
 
     fitted, report = remat_to_fit(loss, params, x, max_temp_bytes=budget)
     assert temporaries(fitted, params, x) == report.temp_bytes <= budget
+
+
+@pytest.mark.parametrize("length", [4, 7, 12])
+def test_a_loop_is_no_worse_than_with_its_body_computed_again_by_hand(length):
+    w, x = jnp.eye(64), jnp.ones((256, 64))
+
+    def loss_of(wrap):
+        def loss(w, x):
+            def turn(h, _):
+                return jax.nn.gelu(h + jnp.sin(jnp.tanh(h @ w)) @ w), None
+
+            return jnp.mean(lax.scan(wrap(turn), x, length=length)[0] ** 2)
+
+        return loss
+
+    by_hand = loss_of(jax.checkpoint)
+    budget = temporaries(by_hand, w, x)
+    _, report = remat_to_fit(loss_of(lambda turn: turn), w, x, max_temp_bytes=budget)
+    flops = flops_of(jax.value_and_grad(by_hand), w, x).total
+    assert report.temp_bytes <= budget
+    assert report.flops <= 1.01 * flops
+
+
+def scanned_transformer(p, x, wrap=lambda block: block):
+    def block(x, p):
+        q, k, v = jnp.split(x @ p["qkv"], 3, -1)
+        x = x + jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v @ p["out"]
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"], None
+
+    return jnp.mean(lax.scan(wrap(block), x, p)[0] ** 2)
+
+
+def test_a_loop_over_the_layers_of_a_transformer_is_no_worse_than_by_a_policy():
+    shapes = {"qkv": (32, 96), "out": (32, 32), "up": (32, 128), "down": (128, 32)}
+    p = {k: jnp.ones((8, *shape)) / shape[0] for k, shape in shapes.items()}
+    x = jnp.ones((8, 32, 32))
+    names = ["nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"]
+    for name in names:
+        policy = getattr(jax.checkpoint_policies, name)
+
+        def by_hand(p, x, policy=policy):
+            return scanned_transformer(
+                p, x, lambda block: jax.checkpoint(block, policy=policy)
+            )
+
+        # What is kept is the same; what is held besides differs by some of a turn.
+        budget = int(1.03 * temporaries(by_hand, p, x))
+        _, report = remat_to_fit(scanned_transformer, p, x, max_temp_bytes=budget)
+        flops = flops_of(jax.value_and_grad(by_hand), p, x).total
+        assert report.flops <= 1.01 * flops, name
+
+
+def test_what_has_one_plan_only_is_left_alone_or_refused():
+    fitted, report = remat_to_fit(lambda x: jnp.sum(x @ x), W[0], max_temp_bytes="1MiB")
+    assert report.flops == report.plain_flops
+    np.testing.assert_allclose(fitted(W[0]), jnp.sum(W[0] @ W[0]), rtol=1e-6)
+    with pytest.raises(ValueError, match="the smallest needs"):
+        remat_to_fit(lambda x: jnp.sum(x @ x), W[0], max_temp_bytes=1)
+
+
+def test_what_cannot_be_kept_by_a_name_is_in_no_report():
+    def loss(w, x):
+        c = lax.complex(x, x)
+        for _ in range(4):
+            c = jnp.sin(c * lax.complex(w, w)) / lax.complex(1 + jnp.abs(c), 0.0 * x)
+        return jnp.sum(jnp.abs(c) ** 2)
+
+    _, report = remat_to_fit(loss, W[0], W[1], max_temp_bytes="1GiB")
+    assert all(point.temp_bytes < 2**30 for point in report.frontier)
+
+
+def test_it_plans_under_a_mesh():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    w = jnp.asarray(W[0])
+    selftest.engine_for.cache_clear()
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("d")))
+        budget = int(0.8 * temporaries(unrolled_of_one, w, x))
+        fitted, report = remat_to_fit(unrolled_of_one, w, x, max_temp_bytes=budget)
+        assert temporaries(fitted, w, x) == report.temp_bytes <= budget
+
+
+def unrolled_of_one(w, x):
+    for _ in range(LAYERS):
+        x = block(w, x)
+    return jnp.mean(x**2)
 
 
 def test_what_fits_already_is_left_alone():

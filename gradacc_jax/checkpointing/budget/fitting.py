@@ -319,7 +319,7 @@ def _device_of(arrays: Sequence[Any]) -> tuple[Any, Any]:
     for x in arrays:
         sharding = getattr(x, "sharding", None)
         if sharding is not None and not isinstance(x, jax.core.Tracer):
-            device = next(iter(sharding.device_set))
+            device = min(sharding.device_set, key=lambda device: device.id)
             return device, jax.sharding.SingleDeviceSharding(device)
     return jax.devices()[0], None
 

@@ -176,7 +176,7 @@ class Loop:
             return made[: self.num_carried], ys
 
         if several > 1:
-            scanned = [x.reshape(-1, several, *x.shape[1:]) for x in scanned]
+            scanned = [x.reshape(self.length, several, *x.shape[1:]) for x in scanned]
         params = self.eqn.params
         as_it_was = turns is None and several == 1
         carry, ys = lax.scan(
@@ -188,55 +188,78 @@ class Loop:
             unroll=params["unroll"] if as_it_was else 1,
         )
         if several > 1:
-            ys = [y.reshape(-1, *y.shape[2:]) for y in ys]
+            ys = [y.reshape(self.length * several, *y.shape[2:]) for y in ys]
         return [*carry, *ys]
 
     def _several(self, turn: Program) -> Program:
         """Several turns as one program.
 
-        What is scanned over comes in whole, and is taken apart where it is read. What
-        is made in every turn comes out one by one.
+        What is scanned over comes in whole, and a turn's part of it is taken where it
+        is read first, so that it need not be kept. What is made in every turn comes out
+        one by one.
         """
         start = len(self.consts) + self.num_constant
-        fixed, carry = list(range(start)), list(self.carried)
-        avals = list(turn.avals[: start + self.num_carried])
+        slices = range(start + self.num_carried, turn.num_inputs)
+        avals = list(turn.avals[: slices.start])
+        avals += [
+            a.update(shape=(self.at_once, *a.shape))
+            for a in turn.avals[slices.start : slices.stop]
+        ]
         operations: list[Operation] = []
-        scanned = []
-        for aval in turn.avals[start + self.num_carried : turn.num_inputs]:
-            scanned.append(len(avals))
-            avals.append(aval.update(shape=(self.at_once, *aval.shape)))
-        num_inputs = len(avals)
 
-        def add(part: Program, inputs: Sequence[Any]) -> list[Any]:
-            new = part.avals[part.num_inputs :]
-            at = [*inputs, *range(len(avals), len(avals) + len(new))]
-            avals.extend(new)
-
-            def read(atom: Any) -> Any:
-                return at[atom] if isinstance(atom, int) else atom
-
-            operations.extend(
+        def add(operation: Operation, part: Program, at: dict[int, Any]) -> None:
+            for v in operation.outputs:
+                at[v] = len(avals)
+                avals.append(part.avals[v])
+            operations.append(
                 operation._replace(
-                    inputs=tuple(map(read, operation.inputs)),
-                    outputs=tuple(map(read, operation.outputs)),
+                    inputs=tuple(_read(atom, at) for atom in operation.inputs),
+                    outputs=tuple(at[v] for v in operation.outputs),
                 )
-                for operation in part.operations
             )
-            return list(map(read, part.outputs))
 
+        def part_of(v: int, i: int) -> Any:
+            take = functools.partial(lax.index_in_dim, index=i, axis=0, keepdims=False)
+            part = Program.of(jax.make_jaxpr(take)(shape_of(avals[v])))
+            at = {0: v}
+            for operation in part.operations:
+                add(operation, part, at)
+            return _read(part.outputs[0], at)
+
+        carry: list[Any] = list(self.carried)
         made: dict[int, list[Any]] = {}
         order = range(self.at_once)
         for i in reversed(order) if self.eqn.params["reverse"] else order:
-            x = []
-            for v in scanned:
-                take = functools.partial(
-                    lax.index_in_dim, index=i, axis=0, keepdims=False
-                )
-                x += add(Program.of(jax.make_jaxpr(take)(shape_of(avals[v]))), [v])
-            out = add(turn, [*fixed, *carry, *x])
+            at: dict[int, Any] = dict(enumerate([*range(start), *carry]))
+            for operation in turn.operations:
+                for v in operation.values:
+                    if v in slices and v not in at:
+                        at[v] = part_of(v, i)
+                add(operation, turn, at)
+            for v in turn.outputs:
+                if v in slices and v not in at:
+                    at[v] = part_of(v, i)
+            out = [_read(atom, at) for atom in turn.outputs]
             carry, made[i] = out[: self.num_carried], out[self.num_carried :]
         ys = [y for of_turns in zip(*(made[i] for i in order)) for y in of_turns]
-        return Program(tuple(operations), tuple(avals), num_inputs, (*carry, *ys))
+        return Program(tuple(operations), tuple(avals), slices.stop, (*carry, *ys))
+
+
+def _read(atom: Any, at: dict[int, Any]) -> Any:
+    """A value under its other number; a literal stays."""
+    return at[atom] if isinstance(atom, int) else atom
+
+
+def is_loop(operation: Operation) -> bool:
+    """Whether an operation is a loop that can be given another body.
+
+    One whose arrays carry their shardings in their types (explicit meshes) cannot.
+    """
+    if operation.name != "scan" or operation.eqn.params["length"] < 2:
+        return False
+    avals = [atom.aval for atom in (*operation.eqn.invars, *operation.eqn.outvars)]
+    specs = [getattr(getattr(aval, "sharding", None), "spec", ()) for aval in avals]
+    return all(axis is None for spec in specs for axis in spec)
 
 
 def inner_lengths(length: int) -> list[int]:

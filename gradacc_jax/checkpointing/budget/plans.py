@@ -21,6 +21,7 @@ is then left of a number of bytes is filled with whatever fits.
 
 from collections.abc import Sequence
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any, NamedTuple
@@ -30,7 +31,12 @@ import numpy as np
 from gradacc_jax.checkpointing import policies
 from gradacc_jax.checkpointing.budget.costs import Rates, again
 from gradacc_jax.checkpointing.budget.cuts import Gradients, Segment, segmentations
-from gradacc_jax.checkpointing.budget.loops import Loop, inner_lengths, turns_at_once
+from gradacc_jax.checkpointing.budget.loops import (
+    Loop,
+    inner_lengths,
+    is_loop,
+    turns_at_once,
+)
 from gradacc_jax.checkpointing.budget.needs import needs_of
 from gradacc_jax.checkpointing.budget.programs import (
     Operation,
@@ -40,6 +46,9 @@ from gradacc_jax.checkpointing.budget.programs import (
 from gradacc_jax.checkpointing.budget.solve import Choice, Problem, Task, pareto
 
 _LEVELS = 24
+# Of how many ways to choose for the body of a loop all are looked at. What is chosen is
+# chosen for every turn, so that little else comes between two of them.
+_WAYS = 2**16
 # A loop that keeps a smaller part of all than this is an operation like others.
 _SMALL = 0.01
 # What is computed again is partly fused into what reads it, and never written. Without
@@ -125,7 +134,8 @@ class Plan:
 
     Attributes:
       program: what it is for.
-      cut: the number of the way in which the program was cut.
+      kind: plans of one kind are predicted wrong in the same way: they are of one way
+        to cut the program, or have loops of one form.
       pieces: its segments.
       options: their choices.
       kept: bytes kept for the backward pass.
@@ -134,7 +144,7 @@ class Plan:
     """
 
     program: Program
-    cut: int
+    kind: Any
     pieces: tuple[Piece, ...]
     options: tuple[Option, ...]
     kept: float
@@ -227,7 +237,7 @@ class Planner:
         for i, operation in enumerate(program.operations):
             if operation.eqn.effects:
                 alone.append(i)
-            elif operation.name == "scan" and operation.eqn.params["length"] > 1:
+            elif is_loop(operation):
                 given = [isinstance(v, int) and active[v] for v in operation.inputs]
                 options, of_policies = self._loop(operation, given)
                 if options and options[-1].kept > enough:
@@ -237,7 +247,7 @@ class Planner:
         cuts = segmentations(program, held, alone, gradients)
         of_cuts: list[list[Plan]] = []
         fixed: dict[str, Plan] = {}
-        for number, cut in enumerate(cuts):
+        for cut in cuts:
             pieces, widest = [], 0.0
             for segment in cut:
                 part, inputs, outputs = program.part(segment.start, segment.end)
@@ -261,6 +271,7 @@ class Planner:
                         frozenset(local[v] for v in whole if v in needs),
                         frozenset(local[v] for v in crossing),
                         tuple(active[v] for v in inputs),
+                        turns > 1,
                     )
                 pieces.append(
                     Piece(
@@ -276,8 +287,10 @@ class Planner:
             room = np.zeros(len(cut))
             if gradients is not None:
                 room = gradients.room(cut, widest)
-            ways = _Cut(program, number, tuple(pieces), turns, room)
-            of_cuts.append(_best(ways.plans(), turns))
+            for form in _forms(pieces) if turns == 1 else [None]:
+                kind = form or len(of_cuts)
+                ways = _Cut(program, kind, _of_form(pieces, form), turns, room)
+                of_cuts.append(_best(ways.plans(), turns))
             for name in _POLICIES:
                 plan = ways.fixed(name)
                 if name not in fixed or plan.peak < fixed[name].peak:
@@ -296,11 +309,12 @@ class Planner:
         needed: frozenset[int],
         free: frozenset[int],
         active: tuple[bool, ...],
+        in_loop: bool,
     ) -> tuple[list[Option], dict[str, Option]]:
         """The choices for a segment: corners of its frontier, alone; fixed policies."""
-        key = part.signature, needed, free, active
+        key = part.signature, needed, free, active, in_loop
         if key not in self._solved:
-            self._solved[key] = self._solve(part, needed, free, active)
+            self._solved[key] = self._solve(part, needed, free, active, in_loop)
         return self._solved[key]
 
     def _solve(
@@ -309,6 +323,7 @@ class Planner:
         needed: frozenset[int],
         free: frozenset[int],
         active: tuple[bool, ...],
+        in_loop: bool,
     ) -> tuple[list[Option], dict[str, Option]]:
         is_active = part.active(active)
         everything = float(sum(part.nbytes[v] for v in needed - free))
@@ -352,11 +367,16 @@ class Planner:
 
         fixed = {k: problem.saving(v) for k, v in _of_policies(part).items()}
         corners = problem.frontier(limit=_CORNERS if len(tasks) < _LARGE else 3)
-        options = [option(choice) for choice in pareto([*corners, *fixed.values()])]
-        found = [o for o in options if o.kept < everything and o.cost > 0]
+        choices = [*corners, *fixed.values()]
+        if in_loop:
+            choices += problem.subsets(corners)
+        options = [option(choice) for choice in pareto(choices)]
+        # What cannot be named cannot be saved, and decisions are not made again.
+        found = [o for o in options if o.kept < everything and 0 < o.cost < math.inf]
+        of_policies = {name: option(choice) for name, choice in fixed.items()}
         return (
             sorted([*found, alone], key=lambda o: o.kept),
-            {name: option(choice) for name, choice in fixed.items()},
+            {k: o for k, o in of_policies.items() if o.kept + o.cost < math.inf},
         )
 
     def _loop(
@@ -371,11 +391,13 @@ class Planner:
         at_once = turns_at_once(operation.eqn.params["length"])
         if at_once > 1 and options:
             options = options + self._of_loop(Loop(operation, at_once), active)[0]
-        best: list[Option] = []
+        best: dict[Any, list[Option]] = {}
         for option in sorted(options, key=lambda o: (o.kept + o.held, o.cost)):
-            if not best or option.cost < best[-1].cost:
-                best.append(option)
-        self._loops[key] = operation.eqn, (best, of_policies)
+            of_form = best.setdefault(_form(option), [])
+            if not of_form or option.cost < of_form[-1].cost:
+                of_form.append(option)
+        found = sorted(itertools.chain(*best.values()), key=lambda o: o.kept)
+        self._loops[key] = operation.eqn, (found, of_policies)
         return self._loops[key][1]
 
     def _of_loop(
@@ -398,7 +420,9 @@ class Planner:
             kept = plan.kept + (used if is_plain else carry)
             return Option(
                 length * kept,
-                plan.held,
+                # All that the backward pass of several turns starts from is there when
+                # it begins, and compilers compute again as early as they can.
+                plan.held if loop.at_once == 1 else sum(o.held for o in plan.options),
                 length * plan.cost,
                 length * plan.flops,
                 Alone() if is_plain else InLoop(loop, plan, None),
@@ -420,6 +444,31 @@ class Planner:
                     )
                 )
         return found, {name: whole(plan) for name, plan in plans.fixed.items()}
+
+
+def _form(option: Option) -> Any:
+    """In which form a loop is run: by its turns, by several, or as loops of loops."""
+    if not isinstance(option.way, InLoop):
+        return None
+    return option.way.loop.at_once, option.way.turns is None
+
+
+def _forms(pieces: Sequence[Piece]) -> list[Any]:
+    """The forms of the loops in a program; None alone if there are none."""
+    found = {_form(option) for piece in pieces for option in piece.options}
+    return sorted(found - {None}) or [None]
+
+
+def _of_form(pieces: Sequence[Piece], form: Any) -> tuple[Piece, ...]:
+    """A program of whose loops all have one form, or any of them for None."""
+    if form is None:
+        return tuple(pieces)
+
+    def of(piece: Piece) -> Piece:
+        options = [o for o in piece.options if _form(o) in (None, form)]
+        return dataclasses.replace(piece, options=options)
+
+    return tuple(map(of, pieces))
 
 
 _POLICIES = ("full", "dots", "dots_with_no_batch_dims")
@@ -450,12 +499,12 @@ class _Cut:
     def __init__(
         self,
         program: Program,
-        number: int,
+        kind: Any,
         pieces: tuple[Piece, ...],
         turns: int,
         room: np.ndarray,
     ):
-        self.program, self.number, self.pieces = program, number, pieces
+        self.program, self.kind, self.pieces = program, kind, pieces
         self.turns, self.room = turns, room
         self.crossing = np.array([p.crossing for p in pieces])
         self.kept = [np.array([o.kept for o in p.options]) for p in pieces]
@@ -470,7 +519,9 @@ class _Cut:
     def plans(self) -> list[Plan]:
         """Plans of this cut, from the smallest to the function as it is."""
         if not self.pieces:
-            return [Plan(self.program, self.number, (), (), 0.0, 0.0, 0.0)]
+            return [Plan(self.program, self.kind, (), (), 0.0, 0.0, 0.0)]
+        if self.turns > 1 and math.prod(map(len, self.kept)) <= _WAYS:
+            return [self._plan(state) for state in self._best_of_all()]
         at = np.array([int(np.argmin(k)) for k in self.kept])
         states = [at.copy()]
         for piece, option in self._steps():
@@ -485,6 +536,19 @@ class _Cut:
             )
             seen[tuple(self._filled(states[start].copy(), level))] = None
         return [self._plan(state) for state in seen]
+
+    def _best_of_all(self) -> np.ndarray:
+        """Of all states of a loop's body those that no other beats."""
+        shape = tuple(map(len, self.kept))
+        kept = functools.reduce(np.add.outer, self.kept).ravel()
+        cost = functools.reduce(np.add.outer, self.cost).ravel()
+        of_pieces = [self.table[1, i, :n] for i, n in enumerate(shape)]
+        held = functools.reduce(np.maximum.outer, of_pieces).ravel()
+        nbytes = self.turns * kept + held
+        order = np.lexsort((cost, nbytes))
+        least = np.minimum.accumulate(cost[order])
+        better = np.concatenate([[True], least[1:] < least[:-1]])
+        return np.stack(np.unravel_index(order[better], shape), -1)
 
     def bytes(self, at: Sequence[int] | np.ndarray) -> tuple[float, float]:
         """What a state keeps for the backward pass, and what it holds besides."""
@@ -548,7 +612,7 @@ class _Cut:
         )
         cost = float(sum(o.cost for o in options))
         return Plan(
-            self.program, self.number, self.pieces, tuple(options), kept, held, cost
+            self.program, self.kind, self.pieces, tuple(options), kept, held, cost
         )
 
 

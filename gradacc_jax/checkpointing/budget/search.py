@@ -9,6 +9,7 @@ those that now seem to fit.
 
 from collections.abc import Callable
 import dataclasses
+import math
 
 from gradacc_jax.checkpointing.budget.plans import Plan, Plans
 from gradacc_jax.checkpointing.sizes import size_text
@@ -18,13 +19,15 @@ from gradacc_jax.checkpointing.sizes import size_text
 _ENOUGH, _CLEAR = 0.985, 0.997
 # Of the time that all takes: what must be spared for another compilation, if the budget
 # is used as it is, or the plan does not even seem to fit.
-_WORTH, _LITTLE = 0.01, 0.001
+_WORTH, _LITTLE, _MUCH = 0.01, 0.001, 0.05
 # What seems to need so much more may fit all the same; and how many of these to try.
 _NEAR, _MISSES = 1.05, 3
+# Plans of two cuts that differ by less are taken for the same.
+_ALIKE = 1e-2
 # What needs so much more tells nothing of plans near the budget.
 _FAR = 1.25
-# Plans of least bytes to compile before a budget is given up, and of how many cuts.
-_LEAST, _CUTS = 6, 5
+# Plans of least bytes to compile before a budget is given up, and of how many kinds.
+_LEAST, _KINDS = 6, 5
 # After so many that do not fit the least is compiled: predictions that are too high by
 # far would lead from one plan to the next, and never there.
 _BLIND = 2
@@ -100,7 +103,7 @@ class Search:
         """The bytes of a plan: as predicted, corrected by what was compiled near it."""
         trials = [t for t in self.trials if t.nbytes < float("inf")]
         trials.sort(key=lambda t: t.plan.peak)
-        same = [t for t in trials if t.plan.cut == plan.cut]
+        same = [t for t in trials if t.plan.kind == plan.kind]
 
         def nearest(is_beside: Callable[[Trial], bool]) -> list[Trial]:
             return list(filter(is_beside, same)) or list(filter(is_beside, trials))
@@ -127,10 +130,11 @@ class Search:
     def _next(self, budget: int, best: Trial | None) -> Plan | None:
         """What to compile next; None if nothing promises to be better."""
         tried = {id(t.plan) for t in self.trials}
-        smallest, *_, plain = self.plans.frontier
+        smallest, plain = self.plans.frontier[0], self.plans.frontier[-1]
         if id(plain) not in tried:
             return plain
         left = [p for p in self.candidates if id(p) not in tried]
+        left = [p for p in left if not any(_are_alike(p, t.plan) for t in self.trials)]
         failed = [t for t in self.trials if t.plan.cost and t.nbytes > budget]
         if best is None and len(failed) >= _BLIND and id(smallest) not in tried:
             return smallest
@@ -146,13 +150,13 @@ class Search:
             return min(fitting, key=lambda p: p.cost)
         if best is not None:
             return self._near_miss(budget, best, cheaper, seems)
-        # Nothing fits yet. The least bytes may be those of another cut than it seems.
+        # Nothing fits yet. The least bytes may be those of another kind than it seems.
         least = min((t.nbytes for t in failed), default=float("inf"))
         if len(failed) >= _LEAST:
             return None
-        cuts = {t.plan.cut for t in failed}
-        others = [cut[0] for cut in self.plans.cuts if cut[0].cut not in cuts]
-        if len(cuts) < _CUTS and others and others[0].peak < least:
+        kinds = {t.plan.kind for t in failed}
+        others = [cut[0] for cut in self.plans.cuts if cut[0].kind not in kinds]
+        if len(kinds) < _KINDS and others and others[0].peak < least:
             return others[0]
         hopeful = [p for p in left if seems[id(p)] < least]
         return min(hopeful, key=lambda p: seems[id(p)], default=None)
@@ -162,8 +166,9 @@ class Search:
     ) -> Plan | None:
         """A cheaper plan that nearly seems to fit, since predictions are rough.
 
-        They are roughest for cuts of which nothing was compiled, so these come first,
-        and alone where the budget is used as it is.
+        They are roughest for kinds of which nothing was compiled. So these come first,
+        and alone where the budget is used as it is; the more seconds they promise to
+        spare, the more may be wrong.
         """
         missed = [
             t
@@ -173,16 +178,34 @@ class Search:
         if len(missed) >= _MISSES:
             return None
 
-        def cheaper_by(part: float) -> list[Plan]:
+        def near(part: float, nbytes: Callable[[Plan], float]) -> list[Plan]:
             most = best.plan.cost - part * self.seconds
-            return [p for p in near if p.cost < most]
+            found = (p for p in cheaper if p.cost < most)
+            return [p for p in found if nbytes(p) <= _NEAR * budget]
 
-        near = [p for p in cheaper if seems[id(p)] <= _NEAR * budget]
-        known = {t.plan.cut for t in self.trials if t.nbytes <= _FAR * budget}
-        found = [p for p in cheaper_by(_WORTH) if p.cut not in known]
+        def seem(p: Plan) -> float:
+            return seems[id(p)]
+
+        def at_best(p: Plan) -> float:
+            return min(seem(p), p.peak + least)
+
+        around = [t for t in self.trials if t.nbytes <= _FAR * budget]
+        least = min((t.nbytes - t.plan.peak for t in around), default=0.0)
+        known = {t.plan.kind for t in around}
+        found = [*near(_WORTH, at_best), *near(_MUCH, lambda p: p.peak)]
+        found = [p for p in found if p.kind not in known]
         if not found and best.nbytes < _ENOUGH * budget:
-            found = cheaper_by(_LITTLE)
-        return min(found, key=lambda p: seems[id(p)], default=None)
+            found = near(_LITTLE, seem)
+        return min(found, key=seem, default=None)
+
+
+def _are_alike(a: Plan, b: Plan) -> bool:
+    """Whether plans of two cuts most probably are the same program."""
+    return (
+        a.pieces is not b.pieces
+        and math.isclose(a.peak, b.peak, rel_tol=_ALIKE)
+        and math.isclose(a.cost, b.cost, rel_tol=_ALIKE)
+    )
 
 
 def _text(nbytes: float) -> str:

@@ -6,6 +6,7 @@ a small program is compiled for the device in question before anything is planne
 each engine, until one is found that holds.
 """
 
+import concurrent.futures
 import functools
 from typing import Any
 
@@ -67,7 +68,12 @@ def engine_for(sharding: Any) -> str | None:
         stats: Any = compiled.memory_analysis()
         return int(stats.temp_size_in_bytes)
 
-    plain = temporaries(None)
-    # Where it holds about half is left; where not, nothing goes.
-    held = (name for name in ENGINES if temporaries(ENGINES[name]) < 0.75 * plain)
-    return next(held, None)
+    def first() -> str | None:
+        plain = temporaries(None)
+        # Where it holds about half is left; where not, nothing goes.
+        held = (name for name in ENGINES if temporaries(ENGINES[name]) < 0.75 * plain)
+        return next(held, None)
+
+    # A thread of its own has none of the mesh and the settings that are the caller's.
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(first).result()

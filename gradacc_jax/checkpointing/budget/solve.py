@@ -25,10 +25,15 @@ there, or a new corner between them is (Eisner and Severance, 1976).
 from collections.abc import Callable, Collection, Iterable, Sequence
 import dataclasses
 import functools
+import itertools
 import math
 from typing import NamedTuple
 
 import numpy as np
+
+# Of how many values all subsets are tried; and which part of the largest is so small
+# that it is saved anyway.
+_LARGE, _SMALL = 8, 0.02
 
 
 class Task(NamedTuple):
@@ -160,6 +165,23 @@ class Problem:
                 found.append(between)
                 waiting += [(few, between), (between, many)]
         return pareto(found)
+
+    def subsets(self, corners: Sequence[Choice]) -> list[Choice]:
+        """Choices that save any of the largest values that corners save.
+
+        Most lie above the frontier, and no price leads to them. But where one choice is
+        made for all turns of a loop, nothing else comes between two corners.
+        """
+        saved = {v for c in corners for v in c.saved if 0 < self.nbytes[v] < math.inf}
+        by_size = sorted(saved, key=lambda v: (-self.nbytes[v], v))
+        large = by_size[:_LARGE]
+        rest = by_size[_LARGE:]
+        small = {v for v in rest if self.nbytes[v] < _SMALL * self.nbytes[large[0]]}
+        return [
+            self.saving(small.union(some))
+            for number in range(len(large) + 1)
+            for some in itertools.combinations(large, number)
+        ]
 
 
 def _gap(pair: tuple[Choice, Choice]) -> float:
