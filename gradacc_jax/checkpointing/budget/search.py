@@ -24,7 +24,7 @@ _WORTH, _LITTLE, _MUCH = 0.01, 0.001, 0.05
 _NEAR, _MISSES = 1.05, 3
 # Plans of two cuts that differ by less are taken for the same.
 _ALIKE = 1e-2
-# What needs so much more tells nothing of plans near the budget.
+# What needs so much more, or less, tells nothing of a plan.
 _FAR = 1.25
 # Plans of least bytes to compile before a budget is given up, and of how many kinds.
 _LEAST, _KINDS = 6, 5
@@ -189,11 +189,14 @@ class Search:
         def at_best(p: Plan) -> float:
             return min(seem(p), p.peak + least)
 
+        def is_known(p: Plan) -> bool:
+            of_kind = (t.plan.peak for t in self.trials if t.plan.kind == p.kind)
+            return any(p.peak / _FAR <= peak <= p.peak * _FAR for peak in of_kind)
+
         around = [t for t in self.trials if t.nbytes <= _FAR * budget]
         least = min((t.nbytes - t.plan.peak for t in around), default=0.0)
-        known = {t.plan.kind for t in around}
         found = [*near(_WORTH, at_best), *near(_MUCH, lambda p: p.peak)]
-        found = [p for p in found if p.kind not in known]
+        found = [p for p in found if not is_known(p)]
         if not found and best.nbytes < _ENOUGH * budget:
             found = near(_LITTLE, seem)
         return min(found, key=seem, default=None)
