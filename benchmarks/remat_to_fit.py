@@ -1,6 +1,6 @@
-"""remat_to_fit against fixed policies: six models at six budgets.
+"""remat_to_fit against fixed policies: seven models at six budgets.
 
-    python benchmarks/remat_to_fit.py                    all models: hours on two cores
+    python benchmarks/remat_to_fit.py                    all, an hour on two cores
     python benchmarks/remat_to_fit.py lstm moe           these models only
     python benchmarks/remat_to_fit.py --quick            small models: some minutes
 
@@ -120,7 +120,10 @@ def attention(p: Any, x: jax.Array, heads: int) -> jax.Array:
     return mixed.reshape(batch, length, width) @ p["out"]
 
 
-def transformer(layers: int, width: int, batch: int, length: int, name: str) -> Model:
+def transformer(
+    layers: int, width: int, batch: int, length: int, name: str, in_loop: bool = False
+) -> Model:
+    """Layers in a row, or in a loop over their stacked parameters."""
     init, vocabulary, heads = Init(), 256, 4
     params = {
         "embed": init(vocabulary, width),
@@ -138,14 +141,21 @@ def transformer(layers: int, width: int, batch: int, length: int, name: str) -> 
     shape = batch, length + 1
     tokens = jnp.asarray(init.rng.integers(0, vocabulary, shape, dtype=np.int32))
 
+    if in_loop:
+        params["layers"] = jax.tree.map(lambda *p: jnp.stack(p), *params["layers"])
+
     def block(p: Any, x: jax.Array) -> jax.Array:
         x = x + attention(p, x, heads)
         return x + jax.nn.gelu(norm(x) @ p["up"]) @ p["down"]
 
+    def through(policy: str, layers: Any, x: jax.Array) -> jax.Array:
+        if in_loop:
+            return loop(policy, lambda x, p: (block(p, x), None), x, layers)[0]
+        return chain(policy, [lambda x, p=p: block(p, x) for p in layers], x)
+
     def loss(params: Any, tokens: jax.Array, policy: str = "none") -> jax.Array:
         x = params["embed"][tokens[:, :-1]]
-        blocks = [lambda x, p=p: block(p, x) for p in params["layers"]]
-        x = chain(policy, blocks, x)
+        x = through(policy, params["layers"], x)
         logits = jax.nn.log_softmax(norm(x) @ params["head"])
         return -jnp.take_along_axis(logits, tokens[:, 1:, None], -1).mean()
 
@@ -312,6 +322,11 @@ MODELS: dict[str, Callable[[bool], Model]] = {
         transformer(12, 32, 4, 32, "transformer-48")
         if quick
         else transformer(48, 64, 4, 64, "transformer-48")
+    ),
+    "transformer-loop": lambda quick: (
+        transformer(4, 64, 4, 64, "transformer-loop", in_loop=True)
+        if quick
+        else transformer(12, 128, 8, 128, "transformer-loop", in_loop=True)
     ),
     "resnet": lambda quick: (
         resnet((1, 2, 2), 8, 4, 16) if quick else resnet((3, 4, 6, 3), 16, 8, 32)

@@ -13,7 +13,8 @@ import pytest
 from gradacc_jax.checkpointing.budget.apply import barred, checkpointed, conditional
 from gradacc_jax.checkpointing.budget.costs import Rates
 from gradacc_jax.checkpointing.budget.needs import _needs_of_piece, needs_of
-from gradacc_jax.checkpointing.budget.plans import Again, InLoop, Planner
+from gradacc_jax.checkpointing.budget.planner import Planner
+from gradacc_jax.checkpointing.budget.plans import Again, InLoop
 from gradacc_jax.checkpointing.budget.traced import Traced
 from gradacc_jax.checkpointing.flops import flops_of
 from tests.checkpointing import models

@@ -8,9 +8,9 @@
 4. ``costs``, ``solve``: for every segment, what to save and what to compute again is a
    minimum cut; one price of a byte, swept, gives the best choice for any number of
    bytes. Equal segments are solved once.
-5. ``plans``: of the choices of all segments come plans for the whole, from the smallest
-   to the function as it is. A loop's body is a program of its own (``loops``), and a
-   long loop is made one of loops.
+5. ``planner``, ``combining``: of the choices of all segments come ``plans`` for the
+   whole, from the smallest to the function as it is. A loop's body is a program of its
+   own (``loops``); a long loop is made one of loops, or takes several turns at a time.
 6. ``search``: some plans are compiled. Their bytes correct the predictions, until the
    cheapest that fits is found.
 7. ``apply``: the function is run by the plan, by whichever engine keeps recomputation

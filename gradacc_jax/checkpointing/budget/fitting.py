@@ -11,7 +11,8 @@ import jax
 
 from gradacc_jax.checkpointing.budget.apply import Engine, checkpointed
 from gradacc_jax.checkpointing.budget.costs import rates_of
-from gradacc_jax.checkpointing.budget.plans import Plan, Planner
+from gradacc_jax.checkpointing.budget.planner import Planner
+from gradacc_jax.checkpointing.budget.plans import Plan
 from gradacc_jax.checkpointing.budget.report import (
     RematPoint,
     RematReport,

@@ -7,7 +7,8 @@ from typing import Any
 
 import jax
 
-from gradacc_jax.checkpointing.budget.plans import Planner, Plans
+from gradacc_jax.checkpointing.budget.planner import Planner
+from gradacc_jax.checkpointing.budget.plans import Plans
 from gradacc_jax.checkpointing.budget.traced import Traced, is_traced
 from gradacc_jax.checkpointing.regions import Split
 

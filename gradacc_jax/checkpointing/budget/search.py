@@ -158,7 +158,7 @@ class Search:
         others = [cut[0] for cut in self.plans.cuts if cut[0].kind not in kinds]
         if len(kinds) < _KINDS and others and others[0].peak < least:
             return others[0]
-        hopeful = [p for p in left if seems[id(p)] < least]
+        hopeful = [p for p in left if min(p.peak, seems[id(p)]) < least]
         return min(hopeful, key=lambda p: seems[id(p)], default=None)
 
     def _near_miss(

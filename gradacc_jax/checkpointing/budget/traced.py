@@ -9,7 +9,8 @@ import numpy as np
 
 from gradacc_jax.checkpointing.budget.apply import Engine, checkpointed, run_plan
 from gradacc_jax.checkpointing.budget.needs import shape_of
-from gradacc_jax.checkpointing.budget.plans import Plan, Planner, Plans, for_program
+from gradacc_jax.checkpointing.budget.planner import Planner
+from gradacc_jax.checkpointing.budget.plans import Plan, Plans, for_program
 from gradacc_jax.checkpointing.budget.programs import Program, is_floating, results
 from gradacc_jax.checkpointing.budget.programs import run as run_operations
 from gradacc_jax.checkpointing.regions import Split, is_array
