@@ -209,8 +209,9 @@ def test_a_loop_over_the_layers_of_a_transformer_is_no_worse_than_by_a_policy():
                 p, x, lambda block: jax.checkpoint(block, policy=policy)
             )
 
-        # What is kept is the same; what is held besides differs by some of a turn.
-        budget = int(1.03 * temporaries(by_hand, p, x))
+        # What is kept is the same; what is held besides differs by some of a turn:
+        # 0.2 % of all for dots.
+        budget = int(1.005 * temporaries(by_hand, p, x))
         _, report = remat_to_fit(scanned_transformer, p, x, max_temp_bytes=budget)
         flops = flops_of(jax.value_and_grad(by_hand), p, x).total
         assert report.flops <= 1.01 * flops, name

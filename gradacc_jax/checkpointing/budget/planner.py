@@ -74,7 +74,7 @@ class Planner:
         turns: int = 1,
         towards: Sequence[int] | None = None,
         returned: bool = False,
-    ) -> "Plans":
+    ) -> Plans:
         """The plans of a program.
 
         Args:
@@ -169,18 +169,11 @@ class Planner:
         numbers = range(len(program.operations))
         return sum(self.rates.seconds(program, i) for i in numbers)
 
-    def _options(
-        self,
-        part: Program,
-        needed: frozenset[int],
-        free: frozenset[int],
-        active: tuple[bool, ...],
-        in_loop: bool,
-    ) -> _Choices:
-        """The choices for a segment: corners of its frontier, alone; fixed policies."""
-        key = part.signature, needed, free, active, in_loop
+    def _options(self, part: Program, *question: Any) -> _Choices:
+        """See :meth:`_solve`, which equal segments go through once."""
+        key = part.signature, *question
         if key not in self._solved:
-            self._solved[key] = self._solve(part, needed, free, active, in_loop)
+            self._solved[key] = self._solve(part, *question)
         return self._solved[key]
 
     def _solve(
@@ -191,6 +184,15 @@ class Planner:
         active: tuple[bool, ...],
         in_loop: bool,
     ) -> _Choices:
+        """The choices for a segment: corners of its frontier, alone; fixed policies.
+
+        Args:
+          part: the segment.
+          needed: the values made in it that the backward pass reads.
+          free: those that are kept anyway, since later segments read them.
+          active: which of its inputs lead to what is differentiated.
+          in_loop: whether it is in the body of a loop.
+        """
         is_active = part.active(active)
         everything = float(sum(part.nbytes[v] for v in needed - free))
         alone = Option(everything, 0.0, 0.0, 0.0, Alone())

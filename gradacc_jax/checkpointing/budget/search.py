@@ -101,7 +101,7 @@ class Search:
 
     def estimate(self, plan: Plan) -> float:
         """The bytes of a plan: as predicted, corrected by what was compiled near it."""
-        trials = [t for t in self.trials if t.nbytes < float("inf")]
+        trials = [t for t in self.trials if t.nbytes < math.inf]
         trials.sort(key=lambda t: t.plan.peak)
         same = [t for t in trials if t.plan.kind == plan.kind]
 
@@ -151,7 +151,7 @@ class Search:
         if best is not None:
             return self._near_miss(budget, best, cheaper, seems)
         # Nothing fits yet. The least bytes may be those of another kind than it seems.
-        least = min((t.nbytes for t in failed), default=float("inf"))
+        least = min((t.nbytes for t in failed), default=math.inf)
         if len(failed) >= _LEAST:
             return None
         kinds = {t.plan.kind for t in failed}
@@ -212,4 +212,4 @@ def _are_alike(a: Plan, b: Plan) -> bool:
 
 
 def _text(nbytes: float) -> str:
-    return size_text(nbytes) if nbytes < float("inf") else "does not compile"
+    return size_text(nbytes) if nbytes < math.inf else "does not compile"
