@@ -11,10 +11,13 @@ import numpy as np
 import pytest
 
 from gradacc_jax.checkpointing.budget.apply import barred, checkpointed, conditional
+from gradacc_jax.checkpointing.budget.combining import Combinations
 from gradacc_jax.checkpointing.budget.costs import Rates
+from gradacc_jax.checkpointing.budget.cuts import Segment
 from gradacc_jax.checkpointing.budget.needs import _needs_of_piece, needs_of
 from gradacc_jax.checkpointing.budget.planner import Planner
-from gradacc_jax.checkpointing.budget.plans import Again, InLoop
+from gradacc_jax.checkpointing.budget.plans import Again, Alone, InLoop, Option, Piece
+from gradacc_jax.checkpointing.budget.programs import Program
 from gradacc_jax.checkpointing.budget.traced import Traced
 from gradacc_jax.checkpointing.flops import flops_of
 from tests.checkpointing import models
@@ -366,24 +369,15 @@ def test_a_loop_keeps_more_where_there_is_room_for_some_of_its_turns():
 
 
 def test_of_a_loops_body_all_ways_to_choose_are_looked_at():
-    loss, w, x = recurrent(64)
-    seen = 0
-    for option in (o for plan in plans_of(loss, w, x) for o in plan.options):
-        if not isinstance(option.way, InLoop):
-            continue
-        body, turns = option.way.plan, option.way.loop.length
+    def piece(*choices):
+        options = [Option(kept, 0.0, cost, 0.0, Alone()) for kept, cost in choices]
+        return Piece(Segment(0, 0), nothing, [], [], 0.0, options)
 
-        def nbytes(way, turns=turns):
-            return turns * sum(o.kept for o in way) + max(o.held for o in way)
-
-        def cost(way):
-            return sum(o.cost for o in way)
-
-        ways = itertools.product(*(piece.options for piece in body.pieces))
-        no_larger = [w for w in ways if nbytes(w) <= nbytes(body.options)]
-        assert min(map(cost, no_larger)) >= cost(body.options) * (1 - 1e-9)
-        seen += len(no_larger) > 1
-    assert seen
+    nothing = Program((), (), 0, ())
+    # What spares most for a byte comes first, and leaves no room for the other.
+    pieces = piece((0, 9), (6, 0)), piece((0, 32), (24, 0))
+    found = Combinations(nothing, 0, pieces, turns=2, room=np.zeros(2)).plans()
+    assert [(p.kept, p.cost) for p in found] == [(0, 41), (6, 32), (24, 9), (30, 0)]
 
 
 def test_arrays_without_elements_go_through_loops_and_every_engine():
